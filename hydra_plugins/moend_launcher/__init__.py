@@ -1,0 +1,57 @@
+"""Hydra only instantiates plugins whose class lives under `hydra_plugins.`; the work is in pipelines.compose.
+
+Every Hydra program of the environment imports this module at its start, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn
+from hydra.errors import ConfigCompositionException
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+class MoendSearchPath(SearchPathPlugin):
+    """Makes `+sweep=<name>` find sweeps/sweep/<name>.yaml, from a checkout and from a wheel."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        sweeps = Path(__file__).resolve().parents[2] / "sweeps"
+        if sweeps.is_dir():
+            search_path.append("moend", f"file://{sweeps}")
+
+
+class MoendSweeper(BasicSweeper):
+    """Hydra's grid, handed to the launcher whole. Unlike Hydra's it writes no multirun.yaml and composes once."""
+
+    def __init__(self, params: dict[str, str] | None = None) -> None:
+        super().__init__(max_batch_size=None, params=params)
+
+    def sweep(self, arguments: list[str]) -> Any:
+        assert self.hydra_context is not None and self.launcher is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        if any(o.is_delete() for o in overrides):
+            raise ConfigCompositionException("deleting keys (~key) is not supported: every key of the config is needed")
+        (points,) = self.split_arguments(overrides, max_batch_size=None)
+        return self.launcher.launch(points, initial_job_idx=0)
+
+
+class MoendLauncher(Launcher):
+    """Composes every point of the sweep and hands all of them to the program at once; its answer is the exit code."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.context, self.program, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from pipelines.compose import compose
+
+        raise SystemExit(self.program(compose(self.context.config_loader, self.config, job_overrides)))

@@ -1,0 +1,7 @@
+"""Allocators: how many entries, and at how many bits, each layer gets under a budget."""
+
+from moend.allocation.demand import Demand
+from moend.allocation.routed import routed
+from moend.allocation.uniform import uniform
+
+__all__ = ["Demand", "routed", "uniform"]

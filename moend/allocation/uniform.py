@@ -1,0 +1,38 @@
+"""The same number of entries and the same bits in every layer."""
+
+from __future__ import annotations
+
+from moend.allocation.demand import Demand
+from moend.errors import Infeasible
+from moend.plan import LayerPlan
+
+
+def uniform(demand: Demand, bits: tuple[int, int], tokens: int | None = None) -> list[LayerPlan]:
+    """`tokens` entries in every layer (Infeasible where they do not fit), or (None) the largest number that fits."""
+    k_bits, v_bits = bits
+    n = largest(demand, k_bits, v_bits) if tokens is None else tokens
+    needed = demand.arch.layers * demand.layer_cost(n, k_bits, v_bits)
+    if needed > demand.total:
+        raise Infeasible(f"{n} entries per head at {k_bits}/{v_bits} bit do not fit", f"{needed}B")
+    keep = min(n / demand.reference, 1.0)
+    return [LayerPlan(keep, n, k_bits, v_bits)] * demand.arch.layers
+
+
+def largest(demand: Demand, k_bits: int, v_bits: int) -> int:
+    """The largest common cap that fits, at most the reference length; Infeasible where not even one entry does."""
+    layers, heads, dim = demand.arch.layers, demand.arch.kv_heads, demand.arch.head_dim
+    # No cap costs less than its codes, and giving up one entry frees at most a 16-bit entry, its position and the
+    # scales of a group: so both the start and the steps below are safe, and the first cap that fits is the largest.
+    codes = heads * dim * (k_bits + v_bits) // 8
+    freed = heads * (8 * dim + 8 * dim + 4)
+    least = demand.least
+    n = max(min(demand.reference, demand.total // (layers * codes)), least)
+    while True:
+        over = layers * demand.layer_cost(n, k_bits, v_bits) - demand.total
+        if over <= 0:
+            return n
+        if n == least:
+            what = "one entry per head fits" if least == 1 else f"{least} entries per head fit"
+            raise Infeasible(f"not even {what}", f"{over + demand.total}B")
+        step = max(-(-over // (layers * freed)), 1)
+        n = max(n - step, 256 if n > 256 else least)  # groups and window change at 256 entries: never step over it

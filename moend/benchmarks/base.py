@@ -1,0 +1,389 @@
+"""What every benchmark shares: samples, rendering a prompt to token ids, limits, identity, and the overlap check."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from moend.errors import UserError, unknown
+from moend.plan import Arch
+
+log = logging.getLogger(__name__)
+
+CHAT_TEMPLATE = ("official", "all", "none")
+SPLITS = ("test", "calibration")
+# Some chat templates print today's date unless told one: a prompt must not depend on the day.
+TEMPLATE_DATE = "26 Jul 2024"
+SENTINEL = "9c1e7d"  # stands for a turn, to find where a template puts it
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One example, before any tokenizer: `context` is what can be compressed without knowing `question`."""
+
+    task: str
+    id: str
+    context: str
+    question: str
+    answer_prefix: str
+    gold: tuple[str, ...]
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as fed to the model.
+
+    ids: the whole prompt, with at most one BOS.
+    context_tokens: the first so many ids are compressed when the question is unseen. A token that straddles the end of
+        the context belongs to the question. It equals len(ids) where there is no question (kind "nll").
+    truncated: tokens cut out of the middle of the context.
+    gold_ids: teacher-forced continuation of ids for answer_nll and token_accuracy, empty if there is none.
+    stop: the generation ends at the first of these strings, but never before its second token.
+    """
+
+    sample: Sample
+    ids: tuple[int, ...]
+    context_tokens: int
+    max_new_tokens: int
+    truncated: int = 0
+    gold_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens fed, after truncation; before it there were prompt_tokens + truncated."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(ABC):
+    """A benchmark is its YAML's fields; samples and scores need no tokenizer, rendering needs one.
+
+    name: the config's name. type: the module of moend.benchmarks that implements it.
+    tasks: one name or several; null is all. rows: default samples per task (null: all there are); limit overrides it.
+    length: prompt tokens (each benchmark says what is counted). max_new_tokens: null is the benchmark's own.
+    split: "calibration" draws other rows, from other seeds and another part of the text, than "test".
+    chat_template: "official" follows the benchmark's rule, "all" and "none" overrule it.
+    """
+
+    name: str
+    type: str
+    tasks: tuple[str, ...] | None = None
+    length: int | None = None
+    rows: int | None = None
+    limit: int | None = None
+    seed: int = 0
+    split: str = "test"
+    max_new_tokens: int | None = None
+    chat_template: str = "official"
+
+    all_tasks: ClassVar[tuple[str, ...]]
+    kind: ClassVar[Literal["generate", "nll"]] = "generate"
+    unit: ClassVar[str] = "fraction"
+    higher_is_better: ClassVar[bool] = True
+    prompt_version: ClassVar[int] = 1
+    scorer_version: ClassVar[int] = 1
+    # Fields that say where data lies or how much of it is used: `identity` replaces them with what they stand for.
+    run_only: ClassVar[tuple[str, ...]] = ("rows", "limit")
+
+    def __post_init__(self) -> None:
+        tasks = self.all_tasks if self.tasks is None else (self.tasks,) if isinstance(self.tasks, str) else self.tasks
+        for task in tasks:
+            if task not in self.all_tasks:
+                raise unknown(f"{self.type} task", str(task), self.all_tasks)
+        if not tasks or len(set(tasks)) != len(tasks):
+            raise UserError(f"benchmark.tasks {list(tasks)} must name at least one task, each once")
+        self._set("tasks", tuple(tasks))
+        for field in ("length", "rows", "limit", "max_new_tokens"):
+            self._set(field, whole(f"benchmark.{field}", getattr(self, field), least=1, optional=True))
+        self._set("seed", whole("benchmark.seed", self.seed, least=0))
+        choice("benchmark.split", self.split, SPLITS)
+        choice("benchmark.chat_template", self.chat_template, CHAT_TEMPLATE)
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    # What a benchmark supplies
+
+    @abstractmethod
+    def metric(self, task: str) -> str:
+        """Name of the task's metric."""
+
+    @abstractmethod
+    def make_samples(self) -> list[Sample]:
+        """All samples, task by task, in a fixed order; a larger limit only appends within a task."""
+
+    @abstractmethod
+    def score(self, sample: Sample, text: str) -> dict[str, Any]:
+        """{"score": float, "answer": the extracted answer or None} of a generated text; never raises on any text."""
+
+    @abstractmethod
+    def new_tokens(self, task: str) -> int:
+        """Output tokens of a task; `max_new_tokens` and an argument of `render` override them."""
+
+    @abstractmethod
+    def reference_length(self, arch: Arch) -> int:
+        """The longest prompt there can be, in tokens: what `t_ref: auto` stands for."""
+
+    @abstractmethod
+    def render(
+        self, sample: Sample, tokenizer: Any, arch: Arch, *, chat: bool, max_new_tokens: int | None = None
+    ) -> Rendered:
+        """The prompt of a sample as ids. chat: whether the model has a chat template to use where the rule says so."""
+
+    def check(self, arch: Arch, max_new_tokens: int | None = None) -> None:
+        """Refuse, while composing, lengths that cannot fit the model; needs no tokenizer and no data."""
+        new = max(self.output_tokens(task, max_new_tokens) for task in self.task_names)
+        needed = self.reference_length(arch) + new
+        if needed > arch.max_positions:
+            raise UserError(
+                f"benchmark.length={self.length} with {new} new tokens needs {needed} positions;"
+                f" the model has {arch.max_positions}"
+            )
+
+    def available(self) -> str | None:
+        """None where the data is here or can be fetched or generated, else the one line that says what is missing."""
+        return None
+
+    # What all share
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks, never null."""
+        return self.tasks or self.all_tasks
+
+    def samples(self) -> list[Sample]:
+        """All samples (made once)."""
+        return list(self._samples)
+
+    @cached_property
+    def _samples(self) -> tuple[Sample, ...]:
+        return tuple(self.make_samples())
+
+    def expected(self) -> dict[str, int]:
+        """Samples per task, known without the data where the config pins the row count."""
+        counts = dict.fromkeys(self.task_names, 0)
+        for sample in self._samples:
+            counts[sample.task] += 1
+        return counts
+
+    def output_tokens(self, task: str, override: int | None = None) -> int:
+        """New tokens of a task: the argument, else benchmark.max_new_tokens, else the benchmark's own."""
+        return override or self.max_new_tokens or self.new_tokens(task)
+
+    def uses_chat(self, task: str) -> bool:
+        """Whether a task's prompt goes into the model's chat template, if it has one."""
+        return self.chat_template != "none"
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the samples' canonical JSON."""
+        text = json.dumps([dataclasses.asdict(s) for s in self._samples], sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        """Every field that can change a result, for a cell's key (how many samples, not the limit asked for)."""
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in self.run_only}
+        return {
+            **fields,
+            "tasks": list(self.task_names),
+            "expected": self.expected(),
+            "prompt_version": self.prompt_version,
+            "scorer_version": self.scorer_version,
+            "data": self.fingerprint(),
+        }
+
+
+def whole(key: str, value: Any, *, least: int, optional: bool = False) -> int | None:
+    """A whole number from a config, or a UserError that names the key."""
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+        null = " or null" if optional else ""
+        raise UserError(f"{key}={value} must be a whole number of at least {least}{null}")
+    return int(value)
+
+
+def choice(key: str, value: Any, allowed: Iterable[str]) -> None:
+    """Refuse a value that is not among the allowed ones."""
+    if value not in tuple(allowed):
+        raise unknown(key, str(value), allowed)
+
+
+def encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text as it stands, nothing added, with each token's character span."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError("the tokenizer gives no character offsets: a fast tokenizer (tokenizer.json) is needed")
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False)
+    return list(out["input_ids"]), [(int(a), int(b)) for a, b in out["offset_mapping"]]
+
+
+def added_bos(tokenizer: Any) -> tuple[int, ...]:
+    """The BOS that the tokenizer itself puts before a plain text, or nothing."""
+    bos = tokenizer.bos_token_id
+    with_special = tokenizer("a")["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return (bos,) if bos is not None and with_special[:1] == [bos] and plain[:1] != [bos] else ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A user turn in three pieces (before the context, the context, after it) and the start of the answer."""
+
+    head: str
+    context: str
+    tail: str
+    answer_prefix: str = ""
+
+
+def _chat(tokenizer: Any, user: str) -> str:
+    turn = [{"role": "user", "content": user}]
+    return str(
+        tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE)
+    )
+
+
+def assemble(prompt: Prompt, tokenizer: Any, *, chat: bool) -> tuple[str, tuple[int, int]]:
+    """The prompt's text and the characters its context takes in it."""
+    user = prompt.head + prompt.context + prompt.tail
+    if not user.strip():
+        raise UserError("the prompt is empty")
+    start = len(prompt.head)
+    if not chat:
+        text = user + ("\n" + prompt.answer_prefix if prompt.answer_prefix else "")
+        return text, (start, start + len(prompt.context))
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("the tokenizer has no chat template: set benchmark.chat_template=none")
+    text = _chat(tokenizer, user)
+    at = len(_chat(tokenizer, SENTINEL).partition(SENTINEL)[0])
+    if text.startswith(user, at):
+        lead = 0
+    elif text.startswith(user.strip(), at):  # some templates strip the turn
+        lead = len(user) - len(user.lstrip())
+    else:
+        raise UserError("the chat template rewrites the prompt: set benchmark.chat_template=none")
+    context_start = at + max(start - lead, 0)
+    context_end = at + min(max(start + len(prompt.context) - lead, 0), len(user.strip()) if lead else len(user))
+    return text + prompt.answer_prefix, (context_start, context_end)
+
+
+def render_prompt(
+    sample: Sample,
+    prompt: Prompt,
+    tokenizer: Any,
+    *,
+    chat: bool,
+    limit: int,
+    max_new_tokens: int,
+    gold: str = "",
+    gold_eos: bool = False,
+    stop: tuple[str, ...] = (),
+) -> Rendered:
+    """Tokenise a prompt once, cut the middle of its context if it is longer than `limit` tokens, and find the boundary.
+
+    The cut is made in the text and the text is tokenised again, so the ids are always those of a text; the first and
+    last half of the limit are kept (LongBench), except that only the context is ever cut. UserError where the rest of
+    the prompt alone does not fit.
+    """
+    text, (start, end) = assemble(prompt, tokenizer, chat=chat)
+    bos = added_bos(tokenizer)
+    if bos and text.startswith(tokenizer.bos_token):  # the template writes its own
+        bos = ()
+    ids, spans = encode(tokenizer, text)
+    room, before = limit - len(bos), len(ids)
+    if before > room:
+        text, start, end, ids, spans = _cut(text, start, end, ids, spans, room, tokenizer, sample)
+    if not ids:
+        raise UserError(f"sample {sample.id}: the prompt is empty")
+    inside = next((i for i, (_, stop_at) in enumerate(spans) if stop_at > end), len(ids))
+    gold_ids: list[int] = []
+    if gold:
+        glue = "" if text[-1:].isspace() or (chat and not prompt.answer_prefix) else " "
+        joined, _ = encode(tokenizer, text + glue + gold)
+        # Where the answer's first character merges with the prompt's last token, the answer is tokenised alone.
+        gold_ids = joined[len(ids) :] if joined[: len(ids)] == ids else encode(tokenizer, glue + gold)[0]
+        if gold_eos and tokenizer.eos_token_id is not None:
+            gold_ids.append(tokenizer.eos_token_id)
+    return Rendered(
+        sample=sample,
+        ids=(*bos, *ids),
+        context_tokens=len(bos) + inside,
+        max_new_tokens=max_new_tokens,
+        truncated=before - len(ids),
+        gold_ids=tuple(gold_ids),
+        stop=stop,
+    )
+
+
+def _cut(
+    text: str,
+    start: int,
+    end: int,
+    ids: list[int],
+    spans: list[tuple[int, int]],
+    room: int,
+    tokenizer: Any,
+    sample: Sample,
+) -> tuple[str, int, int, list[int], list[tuple[int, int]]]:
+    """Remove the middle of text[start:end] until the whole has at most `room` tokens."""
+    inside = [i for i, (a, b) in enumerate(spans) if a >= start and b <= end]
+    excess = len(ids) - room
+    while True:
+        if excess >= len(inside):
+            rest = len(ids) - len(inside)
+            raise UserError(
+                f"sample {sample.id}: the prompt without its context takes {rest} tokens; {max(room, 0)} are left for"
+                " all of it: raise benchmark.length or lower max_new_tokens"
+            )
+        first = min(max(room // 2, inside[0]), inside[-1] + 1 - excess)
+        after = first + excess
+        a, b = spans[first][0], spans[after][0] if after < len(spans) else len(text)
+        shorter = text[:a] + text[b:]
+        new_ids, new_spans = encode(tokenizer, shorter)
+        if len(new_ids) <= room:
+            return shorter, start, end - (b - a), new_ids, new_spans
+        excess += len(new_ids) - room  # the seam tokenises to a little more than its parts
+
+
+def text_key(text: str) -> str:
+    """Hash of a text up to white space."""
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+
+
+def overlap(calibration: Iterable[Sample | str], evaluation: Iterable[Sample]) -> list[str]:
+    """Ids of evaluation samples that the calibration data also holds: same id or text, or one text inside the other."""
+    ids, keys, texts = set(), set(), []
+    for item in calibration:
+        context = item if isinstance(item, str) else item.context
+        if isinstance(item, Sample):
+            ids.add(item.id)
+        keys.add(text_key(context))
+        texts.append(" ".join(context.split()))
+    found = []
+    for sample in evaluation:
+        mine = " ".join(sample.context.split())
+        if sample.id in ids or text_key(mine) in keys or any(mine in t or (t and t in mine) for t in texts):
+            found.append(sample.id)
+    return found
+
+
+def require_disjoint(calibration: Iterable[Sample | str], evaluation: Iterable[Sample]) -> None:
+    """UserError where calibration and evaluation share a sample."""
+    if shared := overlap(calibration, evaluation):
+        raise UserError(f"calibration and evaluation share {len(shared)} samples, the first is {shared[0]}")
+
+
+def only_fields(cls: type[Benchmark], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as keyword arguments; one the benchmark does not have is refused with the nearest."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in fields:
+        if key not in known:
+            raise unknown(f"field of benchmark {fields.get('name', cls.__name__)}", key, known)
+    return dict(fields)

@@ -1,0 +1,171 @@
+"""Needle in a haystack (after RULER, Hsieh et al. 2024): a seven-digit number hidden in long text and asked for.
+
+One needle (`keys: 1`) or several of which one is asked for; haystack of real text or of repeated noise sentences.
+Depths follow the golden-ratio sequence, which is even for any number of samples, so a larger limit only appends.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from moend.benchmarks.answers import after_thinking, number_of_digits
+from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, assemble, choice, encode, render_prompt, whole
+from moend.benchmarks.text import CHARS_PER_TOKEN, part
+from moend.errors import UserError
+from moend.plan import Arch
+
+HAYSTACKS = ("text", "noise")
+NOISE = "The road is long. The hills are low. The rain has stopped. A cart goes by. Nothing else is new here. "
+_WORDS = """
+anchor apple arrow badge banjo barrel basket beacon blanket bottle branch bridge brush bucket button cabin candle
+canoe canvas carpet castle cedar chalk cherry clover cobalt comet copper coral cotton cradle cricket crystal daisy
+desert dolphin drum eagle ember engine falcon feather fiddle flute forest fossil garden ginger glacier glove grape
+guitar hammer harbor hazel helmet honey island ivory jacket jasmine kettle lantern lemon linen lizard magnet maple
+marble meadow mirror mitten needle nutmeg oyster paddle parrot pebble pepper piano pillow pocket prairie pumpkin
+quartz rabbit ribbon river saddle salmon sandal satin shovel silver sparrow spider squash stable summit sunset
+teapot temple thimble tiger timber tulip turtle valley velvet violet walnut willow window winter yarrow zipper
+"""
+WORDS = _WORDS.split()
+UNIT = re.compile(r"\S.*?(?:[.!?][\"')]*(?=\s)|\Z)\s*", re.DOTALL)
+GOLDEN = 0.6180339887498949
+DIGITS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Niah(Benchmark):
+    """Exact match of the number. The rendered prompt, chat template included, fits `length` tokens to one sentence.
+
+    keys: needles in the text. haystack: "text" or "noise". haystack_file: a UTF-8 text of the user's own.
+    """
+
+    length: int | None = 1024
+    rows: int | None = 20
+    keys: int = 1
+    haystack: str = "text"
+    haystack_file: str | None = None
+
+    all_tasks: ClassVar[tuple[str, ...]] = ("niah",)
+    run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "haystack_file")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length is None:
+            raise UserError(f"benchmark.length of {self.name} must be a number of tokens")
+        choice("benchmark.haystack", self.haystack, HAYSTACKS)
+        self._set("keys", whole("benchmark.keys", self.keys, least=1))
+        if self.keys > len(WORDS):
+            raise UserError(f"benchmark.keys={self.keys} is more than the {len(WORDS)} key words")
+        if self.haystack_file is not None and self.haystack != "text":
+            raise UserError("benchmark.haystack_file needs benchmark.haystack=text")
+
+    def metric(self, task: str) -> str:
+        """Exact match."""
+        return "exact_match"
+
+    def new_tokens(self, task: str) -> int:
+        """Seven digits, one token each at worst, and room for a few words."""
+        return 16
+
+    def reference_length(self, arch: Arch) -> int:
+        """All prompts have the same length."""
+        return self.length or 0
+
+    def make_samples(self) -> list[Sample]:
+        """A window of text, the needles with their depths, and which of them is asked for (the first)."""
+        text = "" if self.haystack == "noise" else part(self.split, self.haystack_file)
+        size = int((self.length or 0) * CHARS_PER_TOKEN) + 200
+        if self.haystack == "text" and len(text) < size:
+            raise UserError(
+                f"benchmark.length={self.length} needs {size} characters of text; the {self.split} part of"
+                f" {self.haystack_file or 'the bundled text'} has {len(text)}"
+            )
+        samples = []
+        for i in range(self.limit or self.rows or 20):
+            name = f"niah-{self.split}-{self.haystack}-{self.length}-k{self.keys}-s{self.seed}-{i}"
+            rng = random.Random(name)
+            if self.haystack == "noise":
+                context = (NOISE * (size // len(NOISE) + 1)).strip()
+            else:
+                at = text.rfind("\n", 0, rng.randrange(len(text) - size + 1) + 1) + 1
+                context = text[at : at + size].strip()
+            words = rng.sample(WORDS, self.keys)
+            numbers = rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
+            asked = ((i + 0.5) * GOLDEN + random.Random(f"niah-depth-{self.seed}").random()) % 1.0
+            depths = [asked, *(rng.random() for _ in range(self.keys - 1))]
+            needles = [[w, str(n), d] for w, n, d in zip(words, numbers, depths, strict=True)]
+            samples.append(
+                Sample(
+                    "niah",
+                    name,
+                    context,
+                    f"What is the access code for {words[0]} given in the text above? Reply with the number only.",
+                    f"The access code for {words[0]} is",
+                    (str(numbers[0]),),
+                    {"needles": needles, "depth": asked},
+                )
+            )
+        return samples
+
+    def _prompt(self, sample: Sample, units: list[str]) -> Prompt:
+        ends = [0, *accumulate(map(len, units))]
+        context = list(units)
+        for word, number, depth in sorted(sample.meta["needles"], key=lambda n: -float(n[2])):
+            at = min(range(len(ends)), key=lambda i: abs(ends[i] - depth * ends[-1]))
+            context.insert(at, f"The access code for {word} is {number}. ")
+        opening = (
+            "An access code is hidden in the text below. Remember it: you will be asked for it afterwards.\n\n"
+            if self.keys == 1
+            else "Access codes are hidden in the text below. Remember them: you will be asked for one afterwards.\n\n"
+        )
+        return Prompt(opening, "".join(context).rstrip(), "\n\n" + sample.question, sample.answer_prefix)
+
+    def render(
+        self, sample: Sample, tokenizer: Any, arch: Arch, *, chat: bool, max_new_tokens: int | None = None
+    ) -> Rendered:
+        """As many sentences of the haystack as fit `length` tokens, the needles between them."""
+        self.check(arch, max_new_tokens)
+        chat = chat and self.uses_chat(sample.task)
+        limit, units = self.length or 0, UNIT.findall(sample.context)
+
+        def tokens(count: int) -> int:
+            text, _ = assemble(self._prompt(sample, units[:count]), tokenizer, chat=chat)
+            return len(encode(tokenizer, text)[0]) + 1  # with room for a BOS
+
+        frame = tokens(0)
+        if frame >= limit:
+            raise UserError(
+                f"benchmark.length={limit} is too short for {self.name}: the prompt alone takes {frame} tokens"
+            )
+        sizes = [len(encode(tokenizer, unit)[0]) for unit in units]
+        count, total = 0, frame
+        while count < len(units) and total + sizes[count] <= limit:
+            total += sizes[count]
+            count += 1
+        while count > 0 and tokens(count) > limit:
+            count -= 1
+        while count < len(units) and tokens(count + 1) <= limit:
+            count += 1
+        if count == len(units):
+            raise UserError(f"sample {sample.id}: its {len(units)} sentences are fewer than {limit} tokens")
+        new = self.output_tokens(sample.task, max_new_tokens)
+        return render_prompt(
+            sample,
+            self._prompt(sample, units[:count]),
+            tokenizer,
+            chat=chat,
+            limit=limit,
+            max_new_tokens=new,
+            gold=sample.gold[0],
+        )
+
+    def score(self, sample: Sample, text: str) -> dict[str, Any]:
+        """1 where the first seven-digit number of the answer is the one asked for."""
+        answer = number_of_digits(after_thinking(text), DIGITS)
+        return {"score": float(answer == sample.gold[0]), "answer": answer}
+
+
+BENCHMARK = Niah

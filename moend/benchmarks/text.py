@@ -1,0 +1,39 @@
+"""Long English text that may be shipped: an excerpt of The Jargon File (public domain), and the user's own files."""
+
+from __future__ import annotations
+
+import gzip
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from moend.errors import Blocked, UserError
+
+# The first part is for calibration, the rest for evaluation: no window of one reaches into the other.
+CALIBRATION_SHARE = 0.2
+# Windows are cut in characters before any tokenizer is known; English takes 4 to 5 characters a token in 32k to 150k
+# vocabularies, so this many always hold enough tokens.
+CHARS_PER_TOKEN = 5.5
+
+
+@cache
+def bundled() -> str:
+    """The whole excerpt: paragraphs of ASCII prose, separated by blank lines."""
+    packed = resources.files("moend.benchmarks").joinpath("data/jargon.txt.gz").read_bytes()
+    return gzip.decompress(packed).decode("ascii")
+
+
+def part(split: str, file: str | None = None) -> str:
+    """The calibration or test part of the bundled text or of a UTF-8 file, cut at a paragraph or line."""
+    if file is None:
+        text = bundled()
+    else:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise Blocked(f"the text {path} is not here")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{path} is not UTF-8 text: {e}") from None
+    cut = text.find("\n", int(len(text) * CALIBRATION_SHARE)) + 1
+    return (text[:cut] if split == "calibration" else text[cut:]).strip("\n")

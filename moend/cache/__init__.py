@@ -1,0 +1,23 @@
+"""The compressed cache: packing, rows, attention, prefill. The only place that knows transformers' caches."""
+
+from moend.cache.attention import NAME, attention_of
+from moend.cache.cache import CompressedCache
+from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, cache_argument, compress, prefill
+from moend.cache.row import Row, Schedule
+from moend.cache.select import Selector, select
+
+__all__ = [
+    "NAME",
+    "CompressedCache",
+    "LayerCapture",
+    "LayerSpec",
+    "Prefilled",
+    "Row",
+    "Schedule",
+    "Selector",
+    "attention_of",
+    "cache_argument",
+    "compress",
+    "prefill",
+    "select",
+]

@@ -1,0 +1,176 @@
+"""Prefill once: run the prompt through the model in chunks and keep what any method may need to choose from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from moend.cache.attention import attention_of
+from moend.cache.cache import CaptureLayer, CompressedCache
+from moend.cache.row import PROMPT_ONLY, Row, Schedule, gather
+from moend.cache.select import Selector, select
+from moend.errors import UserError
+from moend.plan import Storage
+from moend.rope import depends_on_length
+
+
+@dataclass
+class LayerCapture:
+    """One layer of a prefill: keys, values (B, H, T, d) and the last queries (B, H_q, w, d) or None, all after RoPE."""
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None
+
+
+@dataclass
+class Prefilled:
+    """A prompt's uncompressed cache, from which every cell of a group is forked.
+
+    valid (B, T) bool marks real tokens under left padding (None: all are); positions (B, T), -1 at padding.
+    """
+
+    layers: list[LayerCapture]
+    positions: Tensor
+    valid: Tensor | None
+    config: Any
+    _scores: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def length(self) -> int:
+        """Columns T, padding included."""
+        return self.positions.shape[1]
+
+    def tokens(self, row: int = 0) -> int:
+        """Real tokens of one sequence."""
+        return self.length if self.valid is None else int(self.valid[row].sum())
+
+    def entries(self, layer: int, row: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """keys, values (H, n, d) and queries (H_q, min(w, n), d) of one sequence, without its left padding."""
+        start, captured = self.length - self.tokens(row), self.layers[layer]
+        q = captured.queries
+        if q is not None:
+            q = q[row, :, max(q.shape[2] - self.tokens(row), 0) :]
+        return captured.keys[row, :, start:], captured.values[row, :, start:], q
+
+    def scores(self, selector: Selector, key: Any, row: int) -> Tensor:
+        """The selector's scores, computed once for all cells that share (scorer, sample): (H or 1, n)."""
+        at = (key, selector.layer, row)
+        if at not in self._scores:
+            keys, values, queries = self.entries(selector.layer, row)
+            n = keys.shape[1]
+            positions = torch.arange(n, device=keys.device)
+            if queries is not None:
+                queries = queries[:, -selector.scorer.last_queries :] if selector.scorer.last_queries else None
+            self._scores[at] = selector.scores(keys, values, positions, n, queries)
+        return self._scores[at]
+
+
+def cache_argument(model: Any) -> str:
+    """The name of the cache in this model's forward: `cache` in transformers 5.2x, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(type(model.base_model).forward).parameters else "past_key_values"
+
+
+@torch.no_grad()
+def prefill(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    last_queries: int = 0,
+    chunk: int = 1024,
+) -> Prefilled:
+    """Run input_ids (B, T) through the model and capture its cache, `chunk` tokens at a time: memory grows with T.
+
+    attention_mask (B, T) marks left padding. last_queries: how many of the last queries to keep per layer (T: all).
+    """
+    batch, length = input_ids.shape
+    if length < 1:
+        raise ValueError("an empty prompt has no cache")
+    mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+    if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise ValueError("only left padding is supported")
+    if mask is None:
+        positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+    else:
+        positions = (mask.long().cumsum(-1) - 1).masked_fill(~mask, -1)
+    if depends_on_length(model):
+        chunk = length  # its rotary frequencies change with the length: chunks would be rotated differently
+    layers = [CaptureLayer(last_queries) for _ in range(model.config.num_hidden_layers)]
+    cache = Cache(layers=layers)
+    with attention_of(model):
+        for start in range(0, length, chunk):
+            stop = min(start + chunk, length)
+            model.base_model(
+                input_ids=input_ids[:, start:stop],
+                attention_mask=None if mask is None else mask[:, :stop],
+                position_ids=positions[:, start:stop].clamp(min=0),
+                use_cache=True,
+                **{cache_argument(model): cache},
+            )
+    captured = []
+    for layer in layers:
+        if layer.keys is None or layer.values is None or layer.keys.shape != layer.values.shape:
+            raise UserError(f"{type(model).__name__} does not cache keys and values per head: moend cannot compress it")
+        captured.append(LayerCapture(layer.keys, layer.values, layer.queries))
+    return Prefilled(captured, positions, mask, model.config)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer of one sequence is to hold: `tokens` entries now, how they are stored, when it evicts later."""
+
+    tokens: int
+    storage: Storage
+    schedule: Schedule = PROMPT_ONLY
+
+
+def compress(
+    prefilled: Prefilled,
+    specs: Sequence[LayerSpec],
+    selector: Callable[[int], Selector],
+    *,
+    score_key: Any,
+    dtype: torch.dtype,
+    row: int = 0,
+) -> CompressedCache:
+    """Fork one sequence of a prefill into the cache a method keeps; the prefill is left as it was.
+
+    selector(l) is the method's scorer bound to layer l; score_key names it, so that cells with the same scorer share
+    its scores. dtype is what 16-bit entries are stored in.
+    """
+    rows = []
+    for index, spec in enumerate(specs):
+        keys, values, _ = prefilled.entries(index, row)
+        n = keys.shape[1]
+        choose = selector(index)
+        positions: Tensor | None = None
+        form: Literal["none", "shared", "per_head"] = "none"
+        if spec.tokens < n:
+            scores = prefilled.scores(choose, score_key, row)
+            at = torch.arange(n, device=keys.device)
+            kept = select(scores, at, spec.tokens, choose.n_sink, choose.recent)
+            keys, values, positions = gather(keys, values, at, kept)
+            form = "per_head" if kept.shape[0] > 1 else "shared"
+        storage = replace(spec.storage, positions=form)
+        rows.append(
+            [
+                Row(
+                    keys,
+                    values,
+                    positions,
+                    storage,
+                    seen=n,
+                    dtype=dtype,
+                    schedule=spec.schedule,
+                    choose=choose if choose.scorer.at_decode else None,
+                )
+            ]
+        )
+    return CompressedCache(rows, prefilled.config)

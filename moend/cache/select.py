@@ -1,0 +1,76 @@
+"""Which entries stay: protected sinks and recent tokens, then the best scores, per KV head, in order of position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from moend.rope import Rotary
+    from moend.scoring import Scorer
+
+
+def select(scores: Tensor, positions: Tensor, keep: int, n_sink: int, recent: int) -> Tensor:
+    """Indices (H or 1, keep), ascending, of the entries to keep.
+
+    scores (H or 1, n); positions (n,) or (H, n), ascending. The first `n_sink` positions and the `recent` newest
+    entries are kept first; where `keep` is too small for both, sinks get at most half and the newest get the rest.
+    """
+    n = scores.shape[-1]
+    if not 1 <= keep <= n:
+        raise ValueError(f"cannot keep {keep} of {n} entries")
+    if torch.isnan(scores).any():
+        raise ValueError("scores contain NaN")
+    sinks = min(n_sink, keep // 2)
+    newest = min(recent, keep - sinks)
+    at = torch.arange(n, device=scores.device)
+    protected = (positions < sinks) | (at >= n - newest)
+    scores = scores.float().masked_fill(protected.expand_as(scores), torch.inf)
+    return scores.topk(keep, dim=-1).indices.sort(dim=-1).values
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A scorer bound to one layer and sample: chooses entries after the prompt and while decoding."""
+
+    scorer: Scorer
+    layer: int
+    n_sink: int
+    recent: int
+    scaling: float
+    seed: int
+    rotary: Rotary | None = None
+    statistics: Mapping[str, Tensor] | None = None
+
+    def scores(
+        self, keys: Tensor, values: Tensor, positions: Tensor, now: int, queries: Tensor | None = None
+    ) -> Tensor:
+        """Scores (H or 1, n) of keys, values (H, n, d); queries (H_q, w, d) are the last w before `now`."""
+        from moend.scoring import LayerView
+
+        query_positions = None
+        if queries is not None:
+            w = queries.shape[1]
+            query_positions = torch.arange(now - w, now, device=keys.device)[None]
+        view = LayerView(
+            layer=self.layer,
+            keys=keys[None],
+            values=values[None],
+            positions=positions[None].long(),
+            now=torch.tensor([now], device=keys.device),
+            queries=None if queries is None else queries[None],
+            query_positions=query_positions,
+            scaling=self.scaling,
+            rotary=self.rotary,
+            statistics=self.statistics,
+            seed=self.seed,
+        )
+        return self.scorer(view)[0]
+
+    def __call__(self, keys: Tensor, values: Tensor, positions: Tensor, now: int, keep: int) -> Tensor:
+        """Indices to keep while decoding (a `Row`'s chooser)."""
+        return select(self.scores(keys, values, positions, now), positions, keep, self.n_sink, self.recent)

@@ -1,0 +1,112 @@
+"""Calibrations: measured once per model, kept as artefacts, checked field by field before they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moend.errors import UserError, unknown
+
+__all__ = ["Calibration", "KLSettings"]
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """`calibration.kl`: `sequences` windows of `tokens` tokens, KL over the last `positions` (None: all) of each."""
+
+    sequences: int = 4
+    tokens: int = 512
+    positions: int | None = 64
+    configs: str = "coarse"
+    text_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("sequences", 1), ("tokens", 2), ("positions", 1)):
+            value = getattr(self, name)
+            if name == "positions" and value is None:
+                continue
+            if not _whole(value) or value < low:
+                raise UserError(f"calibration.kl.{name} must be a whole number >= {low}, got {value!r}")
+        if self.positions is not None and self.positions > self.tokens:
+            raise UserError(f"calibration.kl.positions ({self.positions}) is more than its tokens ({self.tokens})")
+        if self.configs not in ("all", "paper", "coarse"):
+            raise unknown("calibration.kl.configs", str(self.configs), ("all", "paper", "coarse"))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fields of a conf/calibration file, documented there."""
+
+    text: str | None = None
+    eviction: Literal["scorer", "random"] = "scorer"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    keeps: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 0.05, 0.025, 0.0125)
+    bits: tuple[int, ...] = (16, 8, 4)
+    kl: KLSettings = field(default_factory=KLSettings)
+
+    def __post_init__(self) -> None:
+        if self.text is not None and not str(self.text).strip():
+            raise UserError("calibration.text must be a text, or null for the model's own")
+        if self.eviction not in ("scorer", "random"):
+            raise unknown("calibration.eviction", str(self.eviction), ("scorer", "random"))
+        if not self.seeds or not all(_whole(s) and s >= 0 for s in self.seeds):
+            raise UserError(f"calibration.seeds must be whole numbers >= 0, at least one, got {list(self.seeds)}")
+        if not self.keeps or not all(isinstance(k, int | float) and 0 < k <= 1 for k in self.keeps):
+            raise UserError(f"calibration.keeps must be shares in (0, 1], at least one, got {list(self.keeps)}")
+        if not self.bits or not set(self.bits) <= {16, 8, 4, 2}:
+            raise UserError(f"calibration.bits must be among 16, 8, 4 and 2, at least one, got {list(self.bits)}")
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Calibration:
+        """From a file's or a config's fields; an unknown one is refused with the nearest."""
+        values = dict(_known(cls, fields, "calibration"))
+        for name in ("seeds", "keeps", "bits"):
+            if name in values:
+                if not isinstance(values[name], Sequence) or isinstance(values[name], str):
+                    raise UserError(f"calibration.{name} must be a list, got {values[name]!r}")
+                values[name] = tuple(float(x) if name == "keeps" and _whole(x) else x for x in values[name])
+        if "kl" in values:
+            if not isinstance(values["kl"], Mapping):
+                raise UserError(f"calibration.kl must hold fields of its own, got {values['kl']!r}")
+            values["kl"] = KLSettings(**_known(KLSettings, values["kl"], "calibration.kl"))
+        return cls(**values)
+
+    def settings(self, kind: str, scorer: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The part of an artefact's identity that is settings: only what the numbers of this kind depend on.
+
+        scorer: name and parameters of the method's scorer (kinds `sensitivity` and `kl` with eviction `scorer`).
+        """
+        if kind == "queries":
+            return {}
+        chosen: dict[str, Any] = {"eviction": self.eviction}
+        if self.eviction == "random":
+            chosen["seeds"] = list(self.seeds)
+        else:
+            if scorer is None:
+                raise UserError(f"a {kind} calibration with eviction 'scorer' needs a method with a scorer")
+            chosen["scorer"] = dict(scorer)
+        if kind == "sensitivity":
+            # The order of a lattice does not change its columns.
+            return chosen | {
+                "keeps": sorted(set(self.keeps), reverse=True),
+                "bits": sorted(set(self.bits), reverse=True),
+            }
+        if kind == "kl":
+            kl = dataclasses.asdict(self.kl)
+            del kl["text_file"]  # the text enters by its hash
+            return chosen | kl
+        raise ValueError(f"unknown kind of calibration {kind!r}")
+
+
+def _known(cls: type, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    names = [f.name for f in dataclasses.fields(cls)]
+    for name in fields:
+        if name not in names:
+            raise unknown(f"{where} field", str(name), names)
+    return fields
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,377 @@
+"""Methods are compositions: scorer (which tokens) x allocator (how many) x precision (how many bits) x schedule.
+
+`Method` is what a file of conf/method says, `bind` fits it to a model, a budget and calibrations, and a `BoundMethod`
+gives each sample its plan and forks its cache from a prefill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from moend.allocation import Demand, routed, uniform
+from moend.cache import CompressedCache, LayerSpec, Prefilled, Schedule, Selector, compress
+from moend.calibration.artefact import Artefact
+from moend.errors import Blocked, Infeasible, UserError, unknown
+from moend.plan import Arch, Budget, LayerPlan, RoutingPlan, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
+from moend.rope import Rotary
+from moend.scoring import Scorer, scorer
+
+Protocol = Literal["matched", "paper"]
+EVERYTHING = 2**40  # a cap that is never reached
+
+
+@dataclass(frozen=True)
+class Method:
+    """The fields of a conf/method file.
+
+    scorer: {name, parameters} or None (all tokens). allocator: all | uniform | routed. precision: {k_bits, v_bits},
+    each a number or `routed`. schedule: prompt (compress once) | every (again while decoding, every `beta` tokens).
+    """
+
+    name: str
+    version: int = 1
+    scorer: Mapping[str, Any] | None = None
+    allocator: Literal["all", "uniform", "routed"] = "uniform"
+    precision: Mapping[str, int | str] = field(default_factory=lambda: {"k_bits": 16, "v_bits": 16})
+    schedule: Literal["prompt", "every"] = "prompt"
+    beta: int = 128
+    overshoot: Literal["auto", "counted", "paper"] = "auto"
+    n_sink: int = 4
+    recent: int = 32
+    group: int = 64
+    window: int | None = None  # None: one group
+    cost: Literal["resident", "eq1"] = "resident"
+    solver: Literal["exact", "greedy", "greedy_paper"] = "exact"
+    table: Literal["sensitivity", "kl"] = "sensitivity"
+    t_ref: int | str = "auto"
+    keeps: Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+    bits: Sequence[int] = (16, 8, 4)
+    extend_lattice: bool = True
+    always_quantise: bool = False
+
+    def __post_init__(self) -> None:
+        choices: dict[str, Sequence[str]] = {
+            "allocator": ("all", "uniform", "routed"),
+            "schedule": ("prompt", "every"),
+            "overshoot": ("auto", "counted", "paper"),
+            "cost": ("resident", "eq1"),
+            "solver": ("exact", "greedy", "greedy_paper"),
+            "table": ("sensitivity", "kl"),
+        }
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise unknown(f"method.{key}", str(getattr(self, key)), allowed)
+        for key, low in {"beta": 1, "n_sink": 0, "recent": 0, "group": 1}.items():
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < low:
+                raise UserError(f"method.{key} must be a whole number >= {low}, got {value!r}")
+        if self.window is not None and self.window < 0:
+            raise UserError(f"method.window must be >= 0 or null, got {self.window}")
+        if not all(0 < k <= 1 for k in self.keeps) or not self.keeps:
+            raise UserError(f"method.keeps must be shares in (0, 1], got {list(self.keeps)}")
+        if isinstance(self.t_ref, str) and self.t_ref not in ("auto", "sample"):
+            raise UserError(f"method.t_ref must be auto, sample or a number of tokens, got '{self.t_ref}'")
+        if set(self.precision) != {"k_bits", "v_bits"}:
+            raise UserError(f"method.precision has the keys k_bits and v_bits, got {sorted(self.precision)}")
+        if (self.allocator == "all") != (self.scorer is None):
+            raise UserError("method.scorer must be null exactly where method.allocator is 'all'")
+        self.make_scorer()
+
+    @property
+    def routes_bits(self) -> bool:
+        """Whether bits are chosen per layer."""
+        return "routed" in self.precision.values()
+
+    @property
+    def calibrations(self) -> tuple[str, ...]:
+        """Kinds of calibration it needs."""
+        kinds: set[str] = {self.table} if self.routes_bits or self.allocator == "routed" else set()
+        made = self.make_scorer()
+        if made is not None and made.statistics:
+            kinds.add(made.statistics)
+        return tuple(sorted(kinds))
+
+    def make_scorer(self) -> Scorer | None:
+        """The scorer object, or None where all tokens are kept."""
+        if self.scorer is None:
+            return None
+        params = dict(self.scorer)
+        if "name" not in params:
+            raise UserError(f"method.scorer of {self.name} has no name")
+        return scorer(params.pop("name"), **params)
+
+    def storage(self, cap: int, k_bits: int, v_bits: int) -> Storage:
+        """How a layer with this cap is stored: K groups of 32 tokens where the cap is below 256."""
+        group = min(self.group, 32) if cap < 256 else self.group
+        form: Literal["none", "shared", "per_head"] = "none"
+        if (made := self.make_scorer()) is not None:
+            form = "per_head" if made.per_head else "shared"
+        return Storage(k_bits, v_bits, group, group if self.window is None else self.window, form)
+
+
+METHOD_FOLDERS = (Path(__file__).parents[1] / "conf" / "method",)
+
+
+def method_names() -> list[str]:
+    """Names of the packaged methods."""
+    return sorted(p.stem for folder in METHOD_FOLDERS for p in folder.glob("*.yaml"))
+
+
+def from_fields(fields: Mapping[str, Any]) -> Method:
+    """A Method from a file's or a config's fields; an unknown field is refused with the nearest one."""
+    known = {f.name for f in dataclasses.fields(Method)}
+    for key in fields:
+        if key not in known:
+            raise unknown("method field", str(key), known)
+    values = dict(fields)
+    for key in ("keeps", "bits"):
+        if key in values:
+            values[key] = tuple(values[key])
+    return Method(**values)
+
+
+def method(name: str, **overrides: Any) -> Method:
+    """The packaged method of that name, `moend.method("SnapKV")`, with fields overridden."""
+    for folder in METHOD_FOLDERS:
+        path = folder / f"{name}.yaml"
+        if path.is_file() and path.stem in method_names():
+            return from_fields({**yaml.safe_load(path.read_text()), **overrides})
+    raise unknown("method", name, method_names())
+
+
+def reference_length(method: Method, budget: Budget, length: int, new_tokens: int) -> int | None:
+    """Tokens that keep ratios refer to, prompt and output together; None: each sample's own.
+
+    `auto`: `length` (the benchmark's truncation length) for prompt compression; four times a token budget where the
+    output is longer than the prompt may be, since caps are then re-applied all the time. Ratio budgets follow samples.
+    """
+    if isinstance(method.t_ref, int):
+        return method.t_ref
+    if method.t_ref == "sample" or budget.kind == "ratio":
+        return None
+    if budget.kind == "tokens" and new_tokens > length - new_tokens:
+        return min(4 * int(budget.value), length)
+    return length
+
+
+@dataclass(frozen=True)
+class BoundMethod:
+    """A method fitted to a model, a budget and its calibrations."""
+
+    method: Method
+    budget: Budget
+    protocol: Protocol
+    arch: Arch
+    t_ref: int | None
+    artefacts: Mapping[str, Artefact] = field(default_factory=dict, repr=False)
+    store_dtype: torch.dtype = torch.bfloat16
+    model_id: str = ""
+    revision: str = ""
+    given: RoutingPlan | None = None
+    _plans: dict[tuple[int, int, int], RoutingPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def overshoot(self) -> Literal["counted", "paper"]:
+        """The eviction schedule in force: the protocol's, unless the method says otherwise."""
+        if self.method.overshoot != "auto":
+            return self.method.overshoot
+        return "counted" if self.protocol == "matched" else "paper"
+
+    def reserve(self, cap: int, new: int) -> int:
+        """Entries of a cap left free after an eviction for the tokens to come ("counted")."""
+        if self.method.schedule == "prompt" or self.overshoot == "paper":
+            return 0
+        return min(self.method.beta, cap // 2, new)
+
+    def plan(self, tokens: int, new: int) -> RoutingPlan:
+        """The plan for a sample of `tokens` prompt tokens, with up to `new` fed afterwards (question and output)."""
+        if self.given is not None:
+            return self.given
+        reference = tokens + new if self.t_ref is None else self.t_ref
+        at = (reference, new, self.budget.to_bytes(self.arch, tokens))
+        if at not in self._plans:
+            self._plans[at] = self._solve(*at)
+        return self._plans[at]
+
+    def _solve(self, reference: int, new: int, total: int) -> RoutingPlan:
+        m, arch = self.method, self.arch
+        paper = self.protocol == "paper"
+        b = total / arch.full_bytes(1)  # the budget in tokens per layer at 16 bit
+        demand = Demand(
+            arch=arch,
+            reference=reference,
+            total=round(total * 4 / 1.5) if paper and m.routes_bits else total,
+            cost="eq1" if paper else m.cost,
+            storage=m.storage,
+            reserve=lambda cap: self.reserve(cap, new),
+            new=new,
+        )
+        fixed = None if m.routes_bits else (int(m.precision["k_bits"]), int(m.precision["v_bits"]))
+        try:
+            if m.allocator == "all":
+                layers, solved = uniform(demand, fixed or (16, 16), tokens=reference), None
+            elif m.allocator == "uniform" and fixed is not None:
+                scale = 4 / 1.5 if fixed != (16, 16) else 1.0
+                layers, solved = uniform(demand, fixed, tokens=max(int(b * scale), 1) if paper else None), None
+            else:
+                layers, solved = routed(
+                    demand,
+                    self.artefact(m.table),
+                    keeps=m.keeps,
+                    bits=self._bit_choices(),
+                    solver=m.solver,
+                    common=m.allocator == "uniform",
+                    tokens=max(int(b * 4 / 1.5), 1) if paper and m.allocator == "uniform" else None,
+                    extend=m.extend_lattice,
+                )
+        except Infeasible as e:
+            raise Infeasible(f"{m.name} cannot meet the budget {self.budget}: {e}", e.smallest) from None
+        ratio = self.t_ref is None
+        heads, dim = arch.kv_heads, arch.head_dim
+        held = [min(x.tokens or 0, reference) for x in layers]
+        left = [n - self.reserve(n, new) if n < reference else n - new for n in held]
+        resident = sum(
+            int(layer_bytes(n, self._stored(x, full=x.tokens is not None and x.tokens >= reference), heads, dim))
+            for n, x in zip(left, layers, strict=True)
+        )
+        return RoutingPlan(
+            model=self.model_id,
+            revision=self.revision,
+            t_ref=reference,
+            budget=str(self.budget),
+            protocol=self.protocol,
+            solver=m.solver if solved else "none",
+            objective=solved.objective if solved else None,
+            gap=solved.gap if solved else None,
+            layers=tuple(replace(x, tokens=None) for x in layers) if ratio else tuple(layers),
+            predicted={
+                "eq1_bytes": sum(
+                    eq1_bytes(n, heads, dim, x.k_bits, x.v_bits) for n, x in zip(held, layers, strict=True)
+                ),
+                "resident_bytes": resident,
+            },
+        )
+
+    def _stored(self, layer: LayerPlan, full: bool) -> Storage:
+        storage = self.method.storage(layer.tokens or 0, layer.k_bits, layer.v_bits)
+        return replace(storage, positions="none") if full else storage
+
+    def artefact(self, kind: str) -> Artefact:
+        """The calibration of that kind; a missing one is an error that names the command."""
+        if kind not in self.artefacts:
+            raise Blocked(
+                f"{self.method.name} needs a {kind} calibration and has none: "
+                f"python -m pipelines.calibrate method={self.method.name} model={self.model_id or '...'}"
+            )
+        return self.artefacts[kind]
+
+    def fits(self, tokens: int, new: int) -> bool:
+        """Whether all of prompt and output at 16 bit fits the budget: then nothing is compressed."""
+        if self.method.allocator == "all" and not self._quantises():
+            return True
+        return not self.method.always_quantise and self.arch.full_bytes(tokens + new) <= self.budget.to_bytes(
+            self.arch, tokens
+        )
+
+    def _bit_choices(self) -> tuple[Sequence[int], Sequence[int]]:
+        k, v = (self.method.precision[side] for side in ("k_bits", "v_bits"))
+        return (
+            self.method.bits if k == "routed" else (int(k),),
+            self.method.bits if v == "routed" else (int(v),),
+        )
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether its scorer works with un-rotated keys and needs the model's frequencies."""
+        made = self.method.make_scorer()
+        return made is not None and made.statistics is not None
+
+    def _quantises(self) -> bool:
+        return self.method.precision not in ({"k_bits": 16, "v_bits": 16},)
+
+    def specs(self, tokens: int, new: int) -> list[LayerSpec]:
+        """What each layer holds of a prompt of `tokens`, with up to `new` tokens to come."""
+        if self.fits(tokens, new):
+            return [LayerSpec(EVERYTHING, Storage())] * self.arch.layers
+        plan = self.plan(tokens, new)
+        specs = []
+        for layer in plan.layers:
+            cap = layer.tokens if layer.tokens is not None else max(round(layer.keep * (tokens + new)), 1)
+            storage = self.method.storage(cap, layer.k_bits, layer.v_bits)
+            if self.method.schedule == "every" and self.overshoot == "counted":
+                cap = self._growth(cap, tokens, new, storage)
+            if cap >= tokens + new:
+                specs.append(LayerSpec(EVERYTHING, storage))
+            elif self.method.schedule == "prompt":
+                specs.append(LayerSpec(cap, storage))
+            else:
+                reserve = self.reserve(cap, new)
+                schedule = Schedule(cap, reserve, self.method.beta, self.overshoot)
+                specs.append(LayerSpec(cap - reserve if tokens > cap - reserve else tokens, storage, schedule))
+        return specs
+
+    def _growth(self, cap: int, tokens: int, new: int, storage: Storage) -> int:
+        """The cap of a prompt so short that it reaches it by growing.
+
+        Its 16-bit tail is then at another point of its cycle than after an eviction and may be longer: the cap gives
+        way until the bytes are those that were planned.
+        """
+        heads, dim = self.arch.kv_heads, self.arch.head_dim
+        reserve, top = self.reserve(cap, new), min(cap, tokens + new)
+        if not storage.quantised or tokens >= cap - reserve:
+            return cap
+        planned = peak_layer_bytes(cap, reserve, storage, heads, dim)
+        while top > tokens and peak_layer_bytes(top, top - tokens, storage, heads, dim) > planned:
+            top -= 1
+        return cap if top == tokens + new else top
+
+    def fork(
+        self,
+        prefilled: Prefilled,
+        new: int,
+        *,
+        seed: int = 0,
+        row: int = 0,
+        rotary: Sequence[Rotary] | None,
+        scaling: Sequence[float],
+    ) -> CompressedCache:
+        """The cache this method keeps of a prefilled prompt, ready to decode up to `new` tokens."""
+        made = self.method.make_scorer()
+        statistics = None
+        if made is not None and made.statistics:
+            statistics = self.artefact(made.statistics).tensors
+
+        def selector(layer: int) -> Selector:
+            return Selector(
+                scorer=made if made is not None else scorer("streaming"),  # never asked: every layer keeps all
+                layer=layer,
+                n_sink=self.method.n_sink,
+                recent=self.method.recent,
+                scaling=scaling[layer],
+                seed=seed,
+                rotary=None if rotary is None else rotary[layer],
+                statistics=None if statistics is None else {k: v[layer] for k, v in statistics.items()},
+            )
+
+        return compress(
+            prefilled,
+            self.specs(prefilled.tokens(row), new),
+            selector,
+            score_key=(repr(made), seed),
+            dtype=self.store_dtype,
+            row=row,
+        )
+
+
+def bind(method: Method, budget: Budget, protocol: Protocol, arch: Arch, **rest: Any) -> BoundMethod:
+    """Fit a method to a budget and a model; see `BoundMethod`."""
+    if protocol not in ("matched", "paper"):
+        raise unknown("budget_protocol", protocol, ("matched", "paper"))
+    return BoundMethod(method, budget, protocol, arch, **rest)

@@ -1,0 +1,62 @@
+"""What a scorer sees and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moend.rope import Rotary
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """All that a scorer may see of one layer.
+
+    B rows, H KV heads, Hq = H * G query heads (the G of one KV head are neighbours), n entries of d dimensions.
+    """
+
+    layer: int
+    keys: Tensor  # (B, H, n, d), roped
+    values: Tensor  # (B, H, n, d)
+    positions: Tensor  # (B, n) or (B, H, n) int64: original positions, -1 at padding
+    now: Tensor  # (B,) int64: position of the next query
+    queries: Tensor | None = None  # (B, Hq, w, d), roped: the last w queries, right-aligned
+    query_positions: Tensor | None = None  # (B, w) int64, -1 at padding
+    scaling: float = 1.0  # what the model multiplies q . k with
+    rotary: Rotary | None = None
+    statistics: Mapping[str, Tensor] | None = None  # this layer's rows of a calibration
+    seed: int = 0  # of the sample
+
+    @property
+    def valid(self) -> Tensor:
+        """(B, 1 or H, n) bool: entries that are not padding."""
+        return (self.positions[:, None] if self.positions.dim() == 2 else self.positions) >= 0
+
+
+class Scorer(Protocol):
+    """Ranks the entries of one layer. Holds settings only: never changes what it sees, keeps nothing between calls."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def per_head(self) -> bool:
+        """False: one score per token, the same for all heads."""
+
+    @property
+    def last_queries(self) -> int:
+        """How many of the prompt's last queries it needs."""
+
+    @property
+    def at_decode(self) -> bool:
+        """Whether it can score again while decoding, when no prompt queries are at hand."""
+
+    @property
+    def statistics(self) -> str | None:
+        """The kind of calibration it needs."""
+
+    def __call__(self, view: LayerView) -> Tensor:
+        """(B, H, n) float32, or (B, 1, n) where all heads share one; the higher is kept, padding is -inf."""

@@ -1,0 +1,249 @@
+"""Intervals and paired tests for scores of a few dozen examples; examples are the unit, draws of one are clustered.
+
+All resampling is over examples, within each task (stratum), and a score over several tasks is their macro mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import binomtest, norm
+
+Floats = npt.NDArray[np.float64]
+RESAMPLES = 10_000
+_BLOCK = 4_000_000  # resampled values held at once
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with a two-sided interval; low and high are None where the data say nothing about the spread."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference a - b: mean, interval, two-sided p-value, examples, and the test the p-value comes from."""
+
+    value: float
+    low: float | None
+    high: float | None
+    p: float
+    n: int
+    test: Literal["bootstrap", "mcnemar"]
+
+
+def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
+    """Wilson's score interval for a share (Wilson 1927): the p with |k/n - p| <= z sqrt(p (1-p) / n)."""
+    if not 0 <= successes <= n or n < 1:
+        raise ValueError(f"successes={successes} of n={n}")
+    z = float(norm.ppf((1 + level) / 2))
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    low = 0.0 if successes == 0 else centre - half  # exactly, not up to rounding
+    high = 1.0 if successes == n else centre + half
+    return Interval(share, low, high)
+
+
+def bootstrap(
+    values: Sequence[float],
+    ids: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+    method: Literal["bca", "percentile"] = "bca",
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Bootstrap interval of the mean of per-example means, averaged over strata.
+
+    ids: the example of each value (values of one example are its draws and stay together); strata: its task. Examples
+    are resampled within their stratum. bca: bias-corrected and accelerated (Efron 1987), with the stratified jackknife
+    acceleration. One example per stratum, or fewer, has no spread: None. Equal values give an interval of width zero.
+    """
+    groups = _clusters(values, ids, strata)
+    return _interval(groups, seed, level, method, resamples)[0]
+
+
+def paired_bootstrap(
+    a: Sequence[float],
+    b: Sequence[float],
+    ids: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+) -> Difference:
+    """Bootstrap of the mean difference a - b over the same examples; arguments as for `bootstrap`.
+
+    The p-value is twice the smaller share of resampled differences on one side of zero (the observed one counted in).
+    """
+    if len(a) != len(b):
+        raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
+    groups = _clusters([x - y for x, y in zip(a, b, strict=True)], ids, strata)
+    interval, draws = _interval(groups, seed, level, "bca", resamples)
+    side = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
+    p = min(1.0, 2 * (side + 1) / (len(draws) + 1))
+    return Difference(interval.value, interval.low, interval.high, p, sum(map(len, groups)), "bootstrap")
+
+
+def mcnemar_exact(a: Sequence[float], b: Sequence[float]) -> float:
+    """Two-sided exact McNemar test of two 0/1 series on the same examples: a sign test of the discordant pairs."""
+    if len(a) != len(b):
+        raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
+    if not _binary(a) or not _binary(b):
+        raise ValueError("McNemar's test is for scores of 0 and 1")
+    first = sum(x > y for x, y in zip(a, b, strict=True))
+    second = sum(x < y for x, y in zip(a, b, strict=True))
+    return float(binomtest(first, first + second, 0.5).pvalue) if first + second else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment (Holm 1979): reject where the result is at most alpha; family-wise error <= alpha."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def score_interval(
+    scores: Sequence[float],
+    ids: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Interval:
+    """Wilson for 0/1 scores of one task with one draw per example, else the bootstrap.
+
+    Also Wilson (of all examples together) where several tasks have nothing but zeros or nothing but ones: a bootstrap
+    would claim certainty.
+    """
+    single = ids is None or len(set(zip(strata or ids, ids, strict=True))) == len(scores)
+    one_task = strata is None or len(set(strata)) == 1
+    if single and _binary(scores) and (one_task or len(set(scores)) == 1):
+        return wilson(round(sum(scores)), len(scores), level)
+    return bootstrap(scores, ids, strata, seed=seed, level=level)
+
+
+def summarise(records: Iterable[Mapping[str, Any]], *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
+    """Score with interval of a cell and of its tasks.
+
+    records: mappings with task, id and score, one per (example, draw). Returns {score, low, high, n (examples),
+    n_records, tasks: {task: {score, low, high, n}}}; the score is the macro mean of the tasks, with a stratified
+    bootstrap over examples. ValueError where there are no records: nothing is not a score.
+    """
+    rows = list(records)
+    if not rows:
+        raise ValueError("no records to summarise")
+    tasks: dict[str, dict[str, Any]] = {}
+    for task in dict.fromkeys(r["task"] for r in rows):
+        mine = [r for r in rows if r["task"] == task]
+        ids = [r["id"] for r in mine]
+        tasks[task] = _summary(score_interval([r["score"] for r in mine], ids, seed=seed, level=level), len(set(ids)))
+    keys = [(r["task"], r["id"]) for r in rows]
+    whole = score_interval([r["score"] for r in rows], keys, [r["task"] for r in rows], seed=seed, level=level)
+    return {**_summary(whole, len(set(keys))), "n_records": len(rows), "tasks": tasks}
+
+
+def compare(
+    a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]], *, seed: int = 0, level: float = 0.95
+) -> Difference:
+    """Paired difference a - b of two cells on the same examples: paired bootstrap, with McNemar's p for 0/1 scores.
+
+    records as for `summarise`. Draws of an example are averaged. McNemar's test serves one task with one draw each.
+    ValueError where the two do not hold the same examples.
+    """
+    left, n_left = _means(a)
+    right, n_right = _means(b)
+    if left.keys() != right.keys():
+        raise ValueError(
+            f"the cells share {len(left.keys() & right.keys())} of {len(left.keys() | right.keys())} examples"
+        )
+    keys = list(left)
+    x, y = [left[k] for k in keys], [right[k] for k in keys]
+    strata = [task for task, _ in keys]
+    result = paired_bootstrap(x, y, keys, strata, seed=seed, level=level)
+    one_draw = n_left == n_right == len(keys)
+    if one_draw and len(set(strata)) == 1 and _binary(x) and _binary(y):
+        return Difference(result.value, result.low, result.high, mcnemar_exact(x, y), result.n, "mcnemar")
+    return result
+
+
+def _means(records: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], float], int]:
+    sums: dict[tuple[str, str], list[float]] = {}
+    for r in records:
+        sums.setdefault((r["task"], r["id"]), []).append(float(r["score"]))
+    return {k: sum(v) / len(v) for k, v in sums.items()}, sum(map(len, sums.values()))
+
+
+def _summary(interval: Interval, n: int) -> dict[str, Any]:
+    return {"score": interval.value, "low": interval.low, "high": interval.high, "n": n}
+
+
+def _binary(values: Sequence[float]) -> bool:
+    return all(v in (0, 1) for v in values)
+
+
+def _clusters(
+    values: Sequence[float], ids: Sequence[Hashable] | None, strata: Sequence[Hashable] | None
+) -> list[Floats]:
+    """Per stratum the means of its examples, in order of appearance."""
+    if not len(values):
+        raise ValueError("no values")
+    ids = range(len(values)) if ids is None else ids
+    strata = [None] * len(values) if strata is None else strata
+    groups: dict[Hashable, dict[Hashable, list[float]]] = {}
+    for value, key, stratum in zip(values, ids, strata, strict=True):
+        if not math.isfinite(value):
+            raise ValueError(f"a score of {value}")
+        groups.setdefault(stratum, {}).setdefault(key, []).append(float(value))
+    return [np.array([sum(v) / len(v) for v in examples.values()]) for examples in groups.values()]
+
+
+def _interval(groups: list[Floats], seed: int, level: float, method: str, resamples: int) -> tuple[Interval, Floats]:
+    estimate = float(np.mean([g.mean() for g in groups]))
+    rng = np.random.default_rng(seed)
+    draws = np.zeros(resamples)
+    for g in groups:
+        step = max(1, _BLOCK // len(g))
+        for i in range(0, resamples, step):
+            size = min(step, resamples - i)
+            draws[i : i + size] += g[rng.integers(len(g), size=(size, len(g)))].mean(axis=1) / len(groups)
+    if all(len(g) == 1 for g in groups):
+        return Interval(estimate, None, None), draws
+    tail = (1 - level) / 2
+    shares = np.array([tail, 1 - tail])
+    if method == "bca":
+        shares = _bca(groups, draws, estimate, shares)
+    low, high = np.quantile(draws, shares)
+    return Interval(estimate, float(low), float(high)), draws
+
+
+def _bca(groups: list[Floats], draws: Floats, estimate: float, shares: Floats) -> Floats:
+    """The percentiles that BCa reads off (Efron 1987, eq. 6.8); the plain ones where the values do not vary."""
+    # the influence of leaving one example out of its stratum
+    pulls = [(g.mean() - g) / ((len(g) - 1) * len(groups)) for g in groups if len(g) > 1]
+    influence = -np.concatenate(pulls)
+    scale = float(np.abs(influence).max())
+    # ties with the estimate count half, as for a continuous statistic
+    ties = float((np.abs(draws - estimate) <= 1e-9 * scale).mean())
+    below = float((draws < estimate - 1e-9 * scale).mean()) + ties / 2
+    if scale == 0 or not 0 < below < 1:
+        return shares
+    influence /= scale
+    acceleration = float((influence**3).sum()) / (6 * float((influence**2).sum()) ** 1.5)
+    bias = float(norm.ppf(below))
+    z = bias + norm.ppf(shares)
+    return np.asarray(norm.cdf(bias + z / (1 - acceleration * z)), dtype=np.float64)

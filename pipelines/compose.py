@@ -1,0 +1,188 @@
+"""From a command line to composed points: Hydra's part of every program, and its errors as single lines."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moend.errors import UserError, unknown
+
+Program = Callable[[list["Point"]], int]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One composed point of a sweep: its overrides as typed, the option chosen in each group, and the plain config."""
+
+    index: int
+    overrides: tuple[str, ...]
+    choices: dict[str, str]
+    config: dict[str, Any]
+
+
+def config_folder() -> Path:
+    """conf/ beside the package: the same place in a checkout, an editable install and a wheel."""
+    folder = Path(__file__).resolve().parents[1] / "conf"
+    if not (folder / "run.yaml").is_file():
+        raise RuntimeError(f"the configuration folder is missing: {folder}")
+    return folder
+
+
+def compose(loader: Any, master: Any, points: Sequence[Sequence[str]]) -> list[Point]:
+    """Compose and resolve every point; nothing has run or been written before all of them are known to be sound."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf, open_dict
+
+    out = []
+    for i, overrides in enumerate(points):
+        config = loader.load_sweep_config(master, list(overrides))
+        with open_dict(config):
+            config.hydra.job.num, config.hydra.job.id = i, str(i)
+        HydraConfig.instance().set_config(config)  # makes ${hydra:...} resolvable
+        task = OmegaConf.masked_copy(config, [k for k in config if k != "hydra"])
+        plain: Any = OmegaConf.to_container(task, resolve=True, throw_on_missing=True)
+        choices = {k: v for k, v in config.hydra.runtime.choices.items() if "/" not in k}
+        out.append(Point(i, tuple(overrides), choices, plain))
+    return out
+
+
+def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "run") -> int:
+    """Compose `argv` and run `program` on all points. Returns the exit code; a user's mistake is one line and 2.
+
+    Hydra's own main prints errors in its way and ends with 1. HYDRA_FULL_ERROR=1 makes it raise them instead, so
+    that they are told here; where a person has set it, the traceback is shown as well.
+    """
+    import hydra
+
+    args = list(sys.argv[1:] if argv is None else argv)
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    entry = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="run")(program)
+    flags = [a for a in args if a in ("-m", "--multirun")]  # Hydra's parser takes them first or last only
+    with _environment([*flags, *(a for a in args if a not in flags)], name):
+        try:
+            entry()
+            return 0
+        except SystemExit as e:
+            return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        except KeyboardInterrupt:
+            print(
+                f"interrupted. What is finished is kept; the same command goes on: {command(args, name)}",
+                file=sys.stderr,
+            )
+            return 130
+        except Exception as e:
+            line = explain(e, args)
+            if line is None or wants_traceback:
+                traceback.print_exc()
+            if line is None:
+                return 1
+            print(f"error: {line}", file=sys.stderr)
+            return 2
+
+
+def command(args: Sequence[str], name: str) -> str:
+    """The command line that does the same again."""
+    import shlex
+
+    return shlex.join(["python", "-m", f"pipelines.{name}", *args])
+
+
+@contextlib.contextmanager
+def _environment(args: list[str], name: str) -> Iterator[None]:
+    """Hydra reads sys.argv; set it, and HYDRA_FULL_ERROR, for the length of one call."""
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [f"pipelines.{name}", *args], "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+def explain(error: BaseException, args: Sequence[str]) -> str | None:
+    """One line for a mistake in the command or its surroundings, or None where the fault is ours."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return str(unknown(group, option, error.options or _options(group)))
+    if isinstance(error, UserError):
+        return _one_line(error)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read '{error.override}': {_one_line(error).partition(' expecting ')[0]}"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        cause = error.__cause__ or error
+        if match := re.match(r"Could not override '([^']+)'", str(error)):
+            if match[1] == "sweep":
+                return "sweeps are added: +sweep=<name>, with the plus sign"
+            return unknown_key(match[1], _keys(args))
+        return _one_line(error if str(error) else cause)
+    if isinstance(error, OSError) and error.errno in _WRITING:
+        return f"cannot write {error.filename or 'the output'}: {error.strerror}"
+    return None
+
+
+_WRITING = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM),
+    *(errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
+
+
+def unknown_key(key: str, choices: Sequence[str]) -> str:
+    """The line for a key that the configuration does not have, with its nearest neighbour."""
+    name = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, choices, n=1, cutoff=0.6)
+    near = near or [c for c in choices if difflib.get_close_matches(name, [c.rsplit(".", 1)[-1]], n=1, cutoff=0.75)]
+    hint = f" Did you mean '{near[0]}'?" if near else " `python -m pipelines.run --help` lists all keys."
+    return f"there is no configuration key '{key}'.{hint}"
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted path in a nested mapping, groups and leaves."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield prefix + str(key)
+            yield from leaves(value, f"{prefix}{key}.")
+
+
+def _options(group: str) -> list[str]:
+    folder = config_folder() / group
+    return sorted(p.stem for p in folder.glob("*.yaml"))
+
+
+def _keys(args: Sequence[str]) -> list[str]:
+    """All keys of the configuration that `args` would compose, leaving out what does not compose."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    chosen = []
+    for arg in args:
+        group, _, option = arg.partition("=")
+        if option in _options(group):
+            chosen.append(arg)
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = hydra_compose("run", overrides=chosen)
+    return list(leaves(OmegaConf.to_container(config)))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def sweep_folder() -> Path:
+    """sweeps/sweep/ beside the package."""
+    return Path(__file__).resolve().parents[1] / "sweeps" / "sweep"

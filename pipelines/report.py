@@ -1,0 +1,298 @@
+"""python -m pipelines.report sweep=<name|latest>: a sweep's table on the screen, as CSV and Markdown, and figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moend.errors import UserError, unknown
+from pipelines import results
+from pipelines.compose import explain
+from pipelines.identity import differences
+from pipelines.store import CorruptRecords, Store, read_json, write_atomic, write_json
+from pipelines.terminal import budget, console, question, say, size
+
+USAGE = """Tables and figures of a sweep, from its files alone.
+
+  python -m pipelines.report [sweep=latest] [paths.store=outputs] [rescore=false]
+
+  sweep        name of a sweep that was run, or latest
+  paths.store  where it was run
+  rescore      true: compute the scores again from the records, without a model
+
+Writes table.csv, table.md and figures to <store>/reports/<sweep>/. Exit codes: 0 complete, 2 a mistake in the command,
+3 some cells are incomplete."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of a sweep as a table shows it."""
+
+    key: str
+    info: dict[str, Any]
+    payload: dict[str, Any]
+    state: str  # done, or why there is no score
+    result: dict[str, Any] | None
+    variant: str = ""
+
+
+def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
+    """The cells of a sweep in its order, results where they are complete."""
+    out = []
+    for cell in manifest["cells"]:
+        folder = store.cell(cell["key"])
+        result = folder.result()
+        if result is not None:
+            state = "done"
+        elif cell["state"] in ("infeasible", "blocked", "failed"):
+            state = f"{cell['state']}: {cell['reason']}"
+        else:
+            state = f"incomplete: {len(folder.done())} of {cell['info']['n_expected']} records"
+        out.append(Row(cell["key"], cell["info"], cell["payload"], state, result))
+    return _variants(out)
+
+
+def _variants(found: list[Row]) -> list[Row]:
+    """Name what sets cells apart that would look the same in the table."""
+    alike: dict[tuple[Any, ...], list[Row]] = {}
+    for row in found:
+        alike.setdefault((row.info["model"], *_columns(row)), []).append(row)
+    out = []
+    for row in found:
+        others = [o for o in alike[row.info["model"], *_columns(row)] if o.key != row.key]
+        fields = {d.partition(":")[0] for o in others for d in differences(row.payload, o.payload)}
+        values = {f: _lookup(row.payload, f) for f in sorted(fields)}
+        named = ", ".join(f"{f}={v}" for f, v in values.items() if v is not None)
+        out.append(Row(row.key, row.info, row.payload, row.state, row.result, named))
+    return out
+
+
+def _columns(row: Row) -> tuple[str, str, str, str]:
+    protocol = " (paper)" if row.payload["budget_protocol"] == "paper" else ""
+    asked = question(row.payload["question_visible"])
+    return row.info["benchmark"], asked, row.info["method"], budget(row.payload["budget"]) + protocol
+
+
+def _lookup(payload: Any, path: str) -> Any:
+    for part in path.split("."):
+        payload = payload.get(part) if isinstance(payload, dict) else None
+    return payload
+
+
+HEADER = (
+    "model", "benchmark", "question", "method", "budget", "variant", "score", "low", "high", "metric", "answer_nll",
+    "token_accuracy", "n", "eq1_bytes", "resident_bytes", "resident_bytes_peak", "full_bytes", "compression",
+    "tokens_per_second", "fused", "key", "state",
+)  # fmt: skip
+
+
+def _values(row: Row) -> list[Any]:
+    names = HEADER[6:-2]
+    renamed = {"low": "score_low", "high": "score_high"}
+    values = [None] * len(names) if row.result is None else [row.result[renamed.get(n, n)] for n in names]
+    return [row.info["model"], *_columns(row)[:4], row.variant, *values, row.key, row.state]
+
+
+def _cells(row: Row) -> list[str]:
+    """A row as people read it."""
+    benchmark, asked, method, given = _columns(row)
+    head = [benchmark, asked, method, given + (f" {row.variant}" if row.variant else "")]
+    if (r := row.result) is None:
+        return [*head, row.state, *[""] * 6]
+    speed = "" if r["tokens_per_second"] is None else f"{r['tokens_per_second']:.1f}" + ("*" if r["fused"] else "")
+    nll = "" if r["answer_nll"] is None else f"{r['answer_nll']:.3f}"
+    return [
+        *head,
+        f"{r['score']:.3f} {_bounds(r)}",
+        nll,
+        size(r["eq1_bytes"]),
+        size(r["resident_bytes"]),
+        size(r["full_bytes"]),
+        f"{r['compression']:.2f}x",
+        speed,
+    ]
+
+
+def _bounds(result: dict[str, Any]) -> str:
+    low, high = result["score_low"], result["score_high"]
+    return "[no interval]" if low is None else f"[{low:.3f}, {high:.3f}]"
+
+
+TITLES = (
+    "benchmark", "question", "method", "budget", "score [95 % interval]", "answer NLL", "eq. 1", "resident", "full",
+    "compression", "tokens/s",
+)  # fmt: skip
+
+
+def notes(found: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know."""
+    done = [r.result for r in found if r.result]
+    lines = []
+    if any(r["fused"] and r["tokens_per_second"] for r in done):
+        lines.append("* decoded together with other cells: a share, no speed of its own (engine.fuse=false gives that)")
+    lower = sorted({str(r["benchmark"]) for r in done if not r["higher_is_better"]})
+    if lower:
+        lines.append(f"lower is better: {', '.join(lower)}")
+    if done and not any(r["compressed"] for r in done):
+        lines.append("nothing was dropped in this run: every prompt with its output fits the budget")
+    if len({r["budget_protocol"] for r in done if r["budget_protocol"]}) > 1:
+        lines.append("the table holds both budget protocols: rows marked (paper) use other bytes than matched rows")
+    return lines
+
+
+def show(store: Store, name: str, to: Console) -> list[Row]:
+    """Print the table."""
+    manifest = store.read_manifest(name)
+    found = rows(store, manifest)
+    models = sorted({r.info["model"] for r in found})
+    for model in models:
+        title = f"{manifest['name']}: {model}"
+        table = Table(*TITLES, box=None, title=title, title_justify="left", header_style="bold")
+        for i in range(5, len(TITLES)):
+            table.columns[i].justify = "right"
+        last = None
+        for row in (r for r in found if r.info["model"] == model):
+            cells = _cells(row)
+            if last not in (None, cells[:2]):
+                table.add_section()
+            last = cells[:2]
+            table.add_row(*cells)
+        to.print(table)
+    for line in notes(found):
+        say(to, line)
+    return found
+
+
+def write(store: Store, name: str) -> list[Path]:
+    """Write table.csv, table.md and figures; returns their paths."""
+    manifest = store.read_manifest(name)
+    found = rows(store, manifest)
+    folder = store.report(manifest["name"])
+    folder.mkdir(parents=True, exist_ok=True)
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(HEADER)
+    writer.writerows(_values(row) for row in found)
+    write_atomic(folder / "table.csv", buffer.getvalue())
+    lines = [f"# {manifest['name']}", "", f"`{manifest['command']}`, {manifest['created']}", ""]
+    lines += ["| " + " | ".join(("model", *TITLES)) + " |", "|" + "---|" * (len(TITLES) + 1)]
+    lines += ["| " + " | ".join([row.info["model"], *_cells(row)]) + " |" for row in found]
+    write_atomic(folder / "table.md", "\n".join([*lines, "", *(f"{n}\n" for n in notes(found))]))
+    return [folder / "table.csv", folder / "table.md", *_figures(store, found, folder)]
+
+
+def _figures(store: Store, found: Sequence[Row], folder: Path) -> list[Path]:
+    from pipelines.figures import accuracy_memory, routing_map, sensitivity
+
+    made = []
+    done = [row for row in found if row.result is not None]
+    if accuracy_memory.draw([row.result for row in done if row.result], folder / "accuracy_memory.png"):
+        made.append(folder / "accuracy_memory.png")
+    plans: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for row in done:
+        path = store.cell(row.key).folder / "plan.json"
+        plan = read_json(path) if path.exists() else {"layers": []}
+        if len({str(x) for x in plan["layers"]}) > 1:
+            title = f"{row.info['method']} at {budget(row.payload['budget'])}, {row.info['model']}"
+            seen = plans.setdefault(row.info["model"], [])
+            if all(p["layers"] != plan["layers"] for _, p in seen):
+                seen.append((title, plan))
+    for model, pairs in plans.items():
+        path = folder / f"routing_map_{_safe(model)}.png"
+        if routing_map.draw(pairs[:6], path):
+            made.append(path)
+    for row in {r.payload["calibrations"].get("sensitivity"): r for r in done}.values():
+        if key := row.payload["calibrations"].get("sensitivity"):
+            path = folder / f"sensitivity_{_safe(row.info['model'])}_{key[:6]}.png"
+            if (singles := read_singles(store.calibration(key))) is not None:
+                values, operations = singles
+                if sensitivity.draw(values, operations, f"sensitivity, {row.info['model']}", path):
+                    made.append(path)
+    return made
+
+
+def read_singles(folder: Path) -> tuple[Any, list[str]] | None:
+    """The single-axis operations of a sensitivity artefact: (layers, operations) and their names."""
+    from pipelines import evaluate
+
+    return evaluate.single_operations(folder) if (folder / "artefact.json").exists() else None
+
+
+def _safe(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+
+
+def rescore(store: Store, manifest: dict[str, Any]) -> int:
+    """Compute scores again from the records of complete cells; returns how many cells were changed."""
+    from pipelines import evaluate
+
+    changed = 0
+    for cell in manifest["cells"]:
+        folder = store.cell(cell["key"])
+        if (before := folder.result()) is None:
+            continue
+        described = folder.payload()
+        assert described is not None
+        records = evaluate.rescore(described, folder.records())
+        result = results.aggregate(described, records)
+        kept = {k: before[k] for k in ("versions", "commit")}  # of the run that produced the records
+        result |= kept
+        if result != before:
+            write_json(folder.folder / "result.json", {**result, "rescored": True})
+            changed += 1
+    return changed
+
+
+def parse(argv: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
+    """key=value arguments of the small programs; an unknown key is a UserError with the nearest."""
+    values = dict(defaults)
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        if name not in defaults or not equals:
+            raise unknown("argument", name, defaults)
+        values[name] = value
+    return values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(args):
+        print(USAGE)
+        return 0
+    try:
+        values = parse(args, {"sweep": "latest", "paths.store": "outputs", "rescore": "false"})
+        if values["rescore"] not in ("true", "false"):
+            raise UserError(f"rescore is true or false, got '{values['rescore']}'")
+        store, to = Store(Path(values["paths.store"]).expanduser().absolute()), console()
+        manifest = store.read_manifest(values["sweep"])
+        if values["rescore"] == "true":
+            n = rescore(store, manifest)
+            say(to, f"scores computed again from the records: {n} of {len(manifest['cells'])} results changed")
+        found = show(store, manifest["name"], to)
+        for path in write(store, manifest["name"]):
+            say(to, str(path))
+        missing = [r for r in found if r.state.startswith(("incomplete", "failed", "blocked"))]
+        if missing:
+            say(to, f"{len(missing)} of {len(found)} cells are incomplete; to go on: {manifest['command']}")
+        return 3 if missing else 0
+    except CorruptRecords as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except Exception as e:
+        if (line := explain(e, args)) is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""From records to a result: scores with intervals, bytes, speeds. Reads only files, so scores can be made again."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from moend import statistics
+
+Records = Sequence[dict[str, Any]]
+
+
+def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
+    """The content of result.json from a cell's {key, payload, info} and all of its records."""
+    payload, info = cell["payload"], cell["info"]
+    scored = statistics.summarise(records)
+    tasks = {t: {**_interval(v), "n": v["n"], "metric": info["metrics"][t]} for t, v in scored["tasks"].items()}
+    fused = max(r["timing"]["fused_rows"] for r in records)
+    answered = [r["answer"] is not None for r in records]
+    new_tokens = sum(r["new_tokens"] for r in records)
+    decode = sum(r["timing"]["decode_seconds_share"] for r in records)
+    nll = [r["answer_nll"] for r in records if r["answer_nll"] is not None]
+    accuracy = [r["token_accuracy"] for r in records if r["token_accuracy"] is not None]
+    full, resident = fmean(r["full_bytes"] for r in records), fmean(r["resident_bytes"] for r in records)
+    return {
+        "key": cell["key"],
+        "status": "done",
+        "model": info["model"],
+        "method": info["method"],
+        "budget": payload["budget"],
+        "budget_protocol": payload["budget_protocol"],
+        "benchmark": info["benchmark"],
+        "question_visible": payload["question_visible"],
+        "seed": payload["seed"],
+        "n": scored["n"],
+        "n_records": len(records),
+        "n_expected": info["n_expected"],
+        "samples": info["samples"],
+        **_interval(scored),
+        "metric": next(iter(info["metrics"].values())) if len(set(info["metrics"].values())) == 1 else "mean of tasks",
+        "higher_is_better": info["higher_is_better"],
+        "unit": info["unit"],
+        "tasks": tasks,
+        "answer_nll": fmean(nll) if nll else None,
+        "token_accuracy": fmean(accuracy) if accuracy else None,
+        "eq1_bytes": fmean(r["eq1_bytes"] for r in records),
+        "resident_bytes": resident,
+        "resident_bytes_end": fmean(r["resident_bytes_end"] for r in records),
+        "resident_bytes_peak": max(r["resident_bytes_peak"] for r in records),
+        "full_bytes": full,
+        "compression": full / resident if resident else None,
+        "compressed": sum(r["compressed"] for r in records),
+        "entries_per_head": {
+            "requested": records[0]["requested"],
+            "held": [fmean(column) for column in zip(*(r["entries"] for r in records), strict=True)],
+            "effective_keep": [fmean(column) for column in zip(*(r["effective_keep"] for r in records), strict=True)],
+        },
+        "k_bits": records[0]["k_bits"],
+        "v_bits": records[0]["v_bits"],
+        "prefill_seconds": sum(r["timing"]["group_prefill_seconds"] / r["timing"]["fused_rows"] for r in records),
+        "decode_seconds": decode,
+        "tokens_per_second": new_tokens / decode if decode > 0 and new_tokens else None,
+        "fused": fused > 1,
+        "timing": {
+            "fused_rows": fused,
+            "group_prefill_seconds": sum(r["timing"]["group_prefill_seconds"] for r in records),
+            "select_seconds": sum(r["timing"]["select_seconds"] for r in records),
+            "pack_seconds": sum(r["timing"]["pack_seconds"] for r in records),
+            "decode_seconds_share": decode,
+        },
+        "peak_bytes": max(r["peak_bytes"] for r in records),
+        "extraction_rate": sum(answered) / len(answered) if new_tokens else None,
+        "truncated": sum(r["truncated"] > 0 for r in records),
+        "finish_reasons": dict(Counter(r["finish_reason"] for r in records)),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def _interval(scored: dict[str, Any]) -> dict[str, float | None]:
+    """Null bounds: the examples say nothing about the spread."""
+    return {"score": scored["score"], "score_low": scored["low"], "score_high": scored["high"]}
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What computed it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("moend", "torch", "transformers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "checkout"
+    return found
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the checkout, `-dirty` where files differ from it; None outside of one."""
+    here = Path(__file__).resolve().parents[1]
+    try:
+        run = functools.partial(subprocess.run, cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        if Path(run(["git", "rev-parse", "--show-toplevel"]).stdout.strip()) != here:
+            return None
+        head = run(["git", "rev-parse", "HEAD"]).stdout.strip()
+        return head + ("-dirty" if run(["git", "status", "--porcelain", "-uno"]).stdout.strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

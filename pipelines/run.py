@@ -1,0 +1,24 @@
+"""python -m pipelines.run: compose cells, compute what is missing, tabulate. `--help` lists groups and keys."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from pipelines.compose import Point, run_hydra
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 a cell failed, 2 a mistake in the command, 130 interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+
+    def program(points: list[Point]) -> int:
+        from pipelines.launcher import launch
+
+        return launch(points, args)
+
+    return run_hydra(program, args, "run")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The composed configuration as typed, frozen objects: what is misspelt or of the wrong kind ends here, in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from moend.errors import UserError, unknown
+from moend.plan import Budget
+from pipelines.compose import Point, leaves, sweep_folder, unknown_key
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class GenerationConfig(_Strict):
+    """How answers are drawn. max_new_tokens null: the benchmark's own limit."""
+
+    max_new_tokens: int | None = Field(ge=1)
+    temperature: float = Field(ge=0, le=100)
+    top_p: float = Field(gt=0, le=1)
+    samples: int = Field(ge=1)
+
+
+class EngineConfig(_Strict):
+    """chunk and max_bytes change memory and speed only; fuse changes what the recorded speeds mean."""
+
+    chunk: int = Field(ge=1)
+    max_bytes: int | None = Field(ge=1)
+    fuse: bool
+
+
+class ClusterConfig(_Strict):
+    """Where the work runs."""
+
+    name: Literal["inprocess"]
+    wait: bool
+    shards: int = Field(ge=1, le=10_000)
+
+
+class TrackingConfig(_Strict):
+    """What shows the results besides the files."""
+
+    mode: Literal["none", "offline", "online"]
+    project: str = Field(min_length=1, pattern=r"^[^/\\#?%:]+$")
+    timeout_s: float = Field(gt=0)
+
+
+class PathsConfig(_Strict):
+    """store: everything a run leaves behind. cache: models and data, shared by all stores."""
+
+    store: str = Field(min_length=1)
+    cache: str = Field(min_length=1)
+
+
+class RunConfig(_Strict):
+    """One cell as composed. model, method, benchmark and calibration belong to the library, which types them itself."""
+
+    model: dict[str, Any]
+    method: dict[str, Any]
+    benchmark: dict[str, Any]
+    calibration: dict[str, Any]
+    generation: GenerationConfig
+    engine: EngineConfig
+    cluster: ClusterConfig
+    tracking: TrackingConfig
+    paths: PathsConfig
+    budget: str
+    budget_protocol: Literal["matched", "paper"]
+    question_visible: bool
+    seed: int = Field(ge=0, lt=2**32)
+    dry_run: bool
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _budget(cls, value: object) -> str:
+        return str(Budget.parse(value))
+
+    @property
+    def store(self) -> Path:
+        """Absolute path of the store, wherever the program was started."""
+        return Path(self.paths.store).expanduser().absolute()
+
+    @property
+    def cache(self) -> Path:
+        """Absolute path of the cache."""
+        return Path(self.paths.cache).expanduser().absolute()
+
+
+def validate(point: Point) -> RunConfig:
+    """Type one composed point. Errors name the key, what was given and what is allowed."""
+    if isinstance(leftover := point.config.get("sweep"), str):
+        raise unknown("sweep", leftover, sweeps())
+    try:
+        return RunConfig.model_validate(point.config)
+    except ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(str(x) for x in first["loc"])
+        if first["type"] == "extra_forbidden":
+            known = [*leaves(dict.fromkeys(RunConfig.model_fields)), *leaves(point.config)]
+            wrong = {x for x in known if x == key or x.startswith(key + ".")}
+            raise UserError(unknown_key(key, [x for x in known if x not in wrong])) from None
+        raise mistake(e) from None
+
+
+def mistake(error: ValidationError, group: str = "") -> UserError:
+    """The first thing pydantic found wrong as one line: the key, what was given, what is allowed."""
+    first = error.errors()[0]
+    key = ".".join(str(x) for x in (group, *first["loc"]) if x != "")
+    if first["type"] == "literal_error":
+        return unknown(key, str(first["input"]), re.findall(r"'([^']+)'", first["ctx"]["expected"]))
+    return UserError(f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}")
+
+
+def sweeps() -> list[str]:
+    """Names of the sweep files that come with the package."""
+    return sorted(p.stem for p in sweep_folder().glob("*.yaml"))

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import moend.calibration.kl as kl
+from moend.calibration import Calibration
+from moend.calibration.artefact import canonical
+from moend.calibration.sensitivity import EXTRA_KEEPS, KEEPS, lattice
+from moend.errors import UserError
+
+CONF = Path(__file__).parents[3] / "conf" / "calibration"
+
+
+def read(name: str) -> Calibration:
+    with initialize_config_dir(str(CONF), version_base=None):
+        return Calibration.from_fields(OmegaConf.to_container(compose(name)))
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in CONF.glob("*.yaml")))
+def test_every_file_binds(name):
+    made = read(name)
+    for kind in ("sensitivity", "queries", "kl"):
+        canonical(made.settings(kind, {"name": "trig"}))
+    assert kl.named_configs(made.kl.configs)
+
+
+def test_the_files_say_what_the_method_says():
+    assert read("default") == Calibration()
+    assert Calibration().keeps == (*KEEPS, *EXTRA_KEEPS)
+    paper = read("paper")
+    assert len(lattice(paper.keeps, paper.bits)) == 54
+    assert (paper.eviction, paper.kl.sequences, paper.kl.tokens, paper.kl.positions) == ("random", 8, 2048, None)
+    assert read("small").kl == Calibration().kl
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"evictoin": "random"}, "unknown calibration field 'evictoin'. Did you mean 'eviction'"),
+        ({"kl": {"sequence": 3}}, "unknown calibration.kl field 'sequence'. Did you mean 'sequences'"),
+        ({"eviction": "randm"}, "Did you mean 'random'"),
+        ({"kl": {"configs": "papre"}}, "Did you mean 'paper'"),
+        ({"kl": {"tokens": 1}}, "calibration.kl.tokens must be a whole number >= 2, got 1"),
+        ({"kl": {"positions": 600}}, r"calibration.kl.positions \(600\) is more than its tokens \(512\)"),
+        ({"kl": 3}, "calibration.kl must hold fields"),
+        ({"seeds": []}, "calibration.seeds must be"),
+        ({"seeds": [0.5]}, "calibration.seeds must be"),
+        ({"seeds": 3}, "calibration.seeds must be a list, got 3"),
+        ({"keeps": [0.5, 1.5]}, "calibration.keeps must be"),
+        ({"bits": [16, 3]}, "calibration.bits must be"),
+        ({"text": "  "}, "calibration.text must be"),
+    ],
+)
+def test_mistakes_are_one_line(fields, message):
+    with pytest.raises(UserError, match=message) as error:
+        Calibration.from_fields(fields)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_hold_only_what_the_numbers_depend_on():
+    a = Calibration()
+    trig = {"name": "trig"}
+    assert a.settings("queries", trig) == {}
+    assert "seeds" not in a.settings("sensitivity", trig)
+    assert a.settings("sensitivity", trig) != a.settings("sensitivity", {"name": "snapkv"})
+    shuffled = Calibration.from_fields({"keeps": list(reversed(a.keeps)), "seeds": [7], "kl": {"tokens": 600}})
+    assert shuffled.settings("sensitivity", trig) == a.settings("sensitivity", trig)
+    assert shuffled.settings("kl", trig) != a.settings("kl", trig)
+    random = Calibration(eviction="random")
+    assert random.settings("sensitivity", trig) == random.settings("sensitivity", None)
+    assert random.settings("sensitivity", None)["seeds"] == [0, 1, 2]
+    assert canonical(Calibration.from_fields({"keeps": [1, 0.5]}).settings("sensitivity", trig)) == canonical(
+        Calibration.from_fields({"keeps": [1.0, 0.5]}).settings("sensitivity", trig)
+    )
+    with pytest.raises(UserError, match="needs a method with a scorer"):
+        a.settings("sensitivity", None)
+
+
+def test_settings_reach_the_table():
+    made = Calibration(keeps=(0.5, 1.0), bits=(16, 4))
+    ids = kl.windows(range(2100), made.kl.sequences, made.kl.tokens)
+    assert ids.shape == (4, 512)
+    assert ids.dtype == torch.int64

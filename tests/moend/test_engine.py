@@ -1,0 +1,254 @@
+"""The engine on the small trained model: exactness, fusion, bytes at three points, sampling, question modes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moend import models
+from moend.benchmarks import benchmark
+from moend.benchmarks.base import Rendered, Sample
+from moend.calibration.artefact import Artefact
+from moend.calibration.queries import TrigStatistics
+from moend.calibration.sensitivity import extend_lattice, lattice, measure
+from moend.engine import Engine, Generation, Job, Outcome, stable_seed
+from moend.errors import UserError
+from moend.methods import BoundMethod, bind, method, method_names
+from moend.plan import Budget, layer_bytes
+from moend.scoring import scorer
+from tests.tiny import tiny
+
+FAMILY = ["1d", "2d_uniform", "2d", "2d_hetero"]
+KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return models.load(models.spec("recall_moe"), tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def artefacts(loaded: Any) -> dict[str, Artefact]:
+    ids = torch.tensor([models.calibration_ids(loaded)])
+    queries = TrigStatistics.measure(loaded.model, ids).tensors()
+    configs = lattice(extend_lattice(KEEPS))
+    table = measure(loaded.model, ids, configs, scorer=scorer("trig"), statistics=queries)
+    return {
+        "queries": Artefact("queries", {}, queries, {}),
+        "sensitivity": Artefact("sensitivity", {}, table.tensors(), {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def examples(loaded: Any) -> list[Rendered]:
+    bench = benchmark({"name": "recall", "type": "recall", "length": 256, "rows": 1})
+    return [bench.render(s, loaded.tokenizer, loaded.arch, chat=False) for s in bench.samples()]
+
+
+def cell(loaded: Any, artefacts: Any, name: str, budget: object, *, dtype: Any = None, **fields: Any) -> BoundMethod:
+    return bind(
+        method(name, **fields),
+        Budget.parse(budget),
+        "matched",
+        loaded.arch,
+        t_ref=None,
+        artefacts=artefacts,
+        store_dtype=dtype or loaded.store_dtype,
+    )
+
+
+def same(a: Outcome, b: Outcome) -> bool:
+    """Equal but for times, how many decoded together, and rounding of log-likelihoods."""
+    skip = {"fused_rows", "prefill_seconds", "select_seconds", "decode_seconds", "peak_bytes", "answer_nll"}
+    da, db = dataclasses.asdict(a), dataclasses.asdict(b)
+    close = abs((a.answer_nll or 0) - (b.answer_nll or 0)) < 1e-3
+    return close and all(da[k] == db[k] for k in da if k not in skip)
+
+
+@pytest.mark.req(3)
+@pytest.mark.parametrize("visible", [True, False])
+def test_room_for_all_gives_full_s_tokens(loaded, artefacts, examples, visible):
+    names = method_names()
+    jobs = [Job(cell(loaded, artefacts, n, "1e9", dtype=torch.float32)) for n in names]
+    for example in examples[:3]:
+        outs = Engine(loaded).run(example, jobs, question_visible=visible)
+        full = outs[names.index("full")]
+        assert all(o.token_ids == full.token_ids for o in outs)
+        assert not any(o.compressed for o in outs)
+        assert all(o.effective_keep == [1.0] * 4 for o in outs)
+
+
+@pytest.mark.req(3)
+def test_full_is_the_stock_model(loaded, artefacts, examples):
+    for example in examples[:3]:
+        out = Engine(loaded).run(example, [Job(cell(loaded, artefacts, "full", 1, dtype=torch.float32))])[0]
+        ids = torch.tensor([example.ids])
+        stock = loaded.model.generate(ids, max_new_tokens=example.max_new_tokens, do_sample=False)
+        assert out.token_ids == stock[0, ids.shape[1] :].tolist()
+        assert out.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_fused_equals_single(loaded, artefacts, examples, visible):
+    jobs = [
+        Job(cell(loaded, artefacts, n, b, dtype=torch.float32))
+        for n in (*FAMILY, "SnapKV", "StreamingLLM", "Random")
+        for b in ("15%", "40%")
+    ]
+    for example in examples[:2]:
+        together = Engine(loaded).run(example, jobs, question_visible=visible)
+        single = Engine(loaded, fuse=False).run(example, jobs, question_visible=visible)
+        bounded = Engine(loaded, max_bytes=2 * together[0].full_bytes).run(example, jobs, question_visible=visible)
+        alone = [Engine(loaded, chunk=100).run(example, [j], question_visible=visible)[0] for j in jobs]
+        for a, b, c, d in zip(together, single, bounded, alone, strict=True):
+            assert same(a, b)
+            assert same(a, c)
+            assert same(a, d)
+        assert together[0].fused_rows == len(jobs)
+        assert single[0].fused_rows == 1
+
+
+@pytest.mark.req(1)
+@pytest.mark.req(4)
+@pytest.mark.req(21)
+@pytest.mark.parametrize("name", [*FAMILY, "SnapKV", "StreamingLLM", "Random"])
+@pytest.mark.parametrize("budget", ["12%", "30%", 60, "24KiB"])
+def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, name, budget):
+    """Every sample is compressed; held bytes equal the plan's prediction, and `matched` binds where it must."""
+    bound = cell(loaded, artefacts, name, budget)
+    arch = loaded.arch
+    for example in examples[:3]:
+        out = Engine(loaded).run(example, [Job(bound)])[0]
+        cut = len(example.ids) - 1
+        new = max(example.max_new_tokens, len(example.gold_ids))
+        total = bound.budget.to_bytes(arch, cut)
+        assert out.compressed
+        specs = bound.specs(cut, new)
+        predicted = 0
+        for s in specs:
+            n = min(s.tokens, cut)
+            storage = dataclasses.replace(s.storage, positions="none") if n == cut else s.storage
+            predicted += int(layer_bytes(n, storage, arch.kv_heads, arch.head_dim))
+        assert out.resident_bytes == predicted <= total
+        assert out.entries == [min(s.tokens, cut) for s in specs]
+        if bound.method.schedule == "every":
+            assert out.resident_bytes_peak <= total
+        assert out.resident_bytes <= out.resident_bytes_peak
+        assert out.full_bytes == arch.full_bytes(cut)
+
+
+def test_quantised_outputs_agree_when_everything_is_kept(loaded, artefacts, examples):
+    """8 bits and all tokens: the answers of full (METHODS: such cells are tested for agreement)."""
+    m = dataclasses.replace(method("2d_uniform"), precision={"k_bits": 8, "v_bits": 8}, always_quantise=True)
+    bound = bind(m, Budget.parse("1e6"), "matched", loaded.arch, t_ref=None, artefacts=artefacts)
+    full = cell(loaded, artefacts, "full", 1)
+    for example in examples:
+        a, b = Engine(loaded).run(example, [Job(bound), Job(full)])
+        assert a.compressed
+        assert a.token_ids == b.token_ids
+        assert abs(a.answer_nll - b.answer_nll) < 0.05
+
+
+def test_sampling_is_seeded_per_example_and_draw(loaded, artefacts, examples):
+    """Draws differ, the same draw repeats whatever decodes beside it, and order does not matter."""
+    generation = Generation(max_new_tokens=12, temperature=3.0, top_p=1.0)
+    bound = cell(loaded, artefacts, "SnapKV", "30%")
+    engine = Engine(loaded)
+    draws = engine.run(examples[0], [Job(bound, d) for d in range(4)], generation, seed=7)
+    assert len({tuple(o.token_ids) for o in draws}) > 1
+    other = engine.run(examples[1], [Job(bound, 2)], generation, seed=7)[0]
+    again = engine.run(examples[0], [Job(bound, 2)], generation, seed=7)[0]
+    assert again.token_ids == draws[2].token_ids
+    assert other.token_ids != again.token_ids
+    assert engine.run(examples[0], [Job(bound, 2)], generation, seed=8)[0].token_ids != again.token_ids
+    greedy = engine.run(examples[0], [Job(bound)], Generation(temperature=0.0))[0]
+    near = engine.run(examples[0], [Job(bound)], Generation(temperature=1.0, top_p=1e-9))[0]
+    assert near.token_ids == greedy.token_ids
+
+
+def test_stable_seed_is_pinned():
+    """The same on every machine: a changed number would change every sampled result."""
+    assert stable_seed(0, "a", 1) == 5352727647617221297
+
+
+def test_finish_reasons(loaded, artefacts, examples):
+    full = cell(loaded, artefacts, "full", 1)
+    short = Engine(loaded).run(examples[0], [Job(full)], Generation(max_new_tokens=1))[0]
+    assert (short.finish_reason, short.new_tokens) == ("length", 1)
+    done = Engine(loaded).run(examples[0], [Job(full)])[0]
+    assert done.finish_reason == "eos"
+    word = done.text.split()[1]
+    stopped = Engine(loaded).run(dataclasses.replace(examples[0], stop=(word,)), [Job(full)])[0]
+    assert stopped.finish_reason == "stop"
+    assert word not in stopped.text
+
+
+@pytest.mark.req(11)
+def test_too_long_and_too_short_prompts_are_refused(loaded, artefacts):
+    sample = Sample("t", "x", "", "", "", ())
+    full = cell(loaded, artefacts, "full", 1)
+    with pytest.raises(UserError, match="1024"):
+        Engine(loaded).run(Rendered(sample, (5,) * 1020, 1000, 8), [Job(full)])
+    with pytest.raises(UserError, match="two tokens"):
+        Engine(loaded).run(Rendered(sample, (5,), 1, 8), [Job(full)])
+
+
+def test_teacher_forced_scores_against_the_plain_model(loaded, artefacts, examples):
+    """answer_nll and token_accuracy of full equal a plain forward pass over prompt and gold."""
+    for example in examples[:3]:
+        out = Engine(loaded).run(example, [Job(cell(loaded, artefacts, "full", 1, dtype=torch.float32))])[0]
+        ids = torch.tensor([[*example.ids, *example.gold_ids]])
+        with torch.no_grad():
+            logits = loaded.model(input_ids=ids).logits[0, len(example.ids) - 1 : -1]
+        gold = torch.tensor(example.gold_ids)
+        assert out.answer_nll == pytest.approx(float(torch.nn.functional.cross_entropy(logits, gold)), abs=1e-4)
+        assert out.token_accuracy == float((logits.argmax(-1) == gold).float().mean())
+
+
+def test_given_text_is_scored_across_evictions(loaded, artefacts):
+    """kind "nll": a cap smaller than the text that follows still holds, and nothing is generated."""
+    bench = benchmark({"name": "recall", "type": "recall", "length": 256, "rows": 1})
+    base = bench.render(bench.samples()[0], loaded.tokenizer, loaded.arch, chat=False)
+    example = dataclasses.replace(base, ids=base.ids[:120], gold_ids=base.ids[120:200], max_new_tokens=0)
+    for name in (*FAMILY, "StreamingLLM"):
+        bound = cell(loaded, artefacts, name, 40)
+        out = Engine(loaded).run(example, [Job(bound)])[0]
+        assert out.new_tokens == 0 and out.answer_nll is not None
+        assert out.resident_bytes_peak <= bound.budget.to_bytes(loaded.arch, 119)
+
+
+@pytest.mark.slow
+@pytest.mark.req(3)
+@pytest.mark.parametrize("length", [100, 127, 128, 2000])
+def test_embedded_model_with_room_gives_full_s_tokens(length):
+    """Every method on SmolLM2 at lengths around a group of 128, 16-bit entries stored as the model computes (fp32)."""
+    from tests.moend.test_methods import queries, sensitivity
+
+    cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
+    loaded = models.load(models.spec("smollm2_135m", store_dtype="model"), cache)
+    generator = torch.Generator().manual_seed(length)
+    ids = tuple(torch.randint(100, 40000, (length,), generator=generator).tolist())
+    example = Rendered(Sample("t", "x", "", "", "", ()), ids, length // 2, 12)
+    artefacts = {"sensitivity": sensitivity(loaded.arch), "queries": queries(loaded.arch)}
+    names = method_names()
+    jobs = [
+        Job(bind(method(n), Budget.parse(b), "matched", loaded.arch, t_ref=None, artefacts=artefacts,
+                 store_dtype=loaded.store_dtype))
+        for n in names for b in (length + 12, "1e9")
+    ]  # fmt: skip
+    for visible in (True, False):
+        outs = Engine(loaded, fuse=False).run(example, jobs, question_visible=visible)
+        full = outs[2 * names.index("full")]
+        assert len(full.token_ids) > 0
+        assert all(o.token_ids == full.token_ids for o in outs)
+
+
+def test_attention_scaling_is_read_from_the_model():
+    from moend.engine import attention_scaling
+
+    assert attention_scaling(tiny("qwen3")) == [0.25] * 3

@@ -1,0 +1,255 @@
+"""Compositions: what every packaged method plans, and that plans keep their promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moend.calibration.artefact import Artefact
+from moend.calibration.sensitivity import SINGLES, encode, extend_lattice, lattice
+from moend.errors import Blocked, Infeasible, UserError
+from moend.methods import BoundMethod, Method, bind, from_fields, method, method_names, reference_length
+from moend.plan import Arch, Budget, layer_bytes, peak_layer_bytes
+
+ARCH = Arch(layers=6, q_heads=4, kv_heads=2, head_dim=64, max_positions=4096)
+KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+ROUTED = ["2d", "2d_hetero"]
+COMPRESSING = [n for n in method_names() if n != "full"]
+
+
+def sensitivity(arch: Arch = ARCH, seed: int = 0) -> Artefact:
+    """A random table that grows with what is taken away."""
+    configs = lattice(extend_lattice(KEEPS))
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(arch.layers, 3, generator=generator) + 0.1
+    loss = torch.tensor([[1 - c.keep, 16 / c.k_bits - 1, 16 / c.v_bits - 1] for c in configs])
+    tensors = {"table": scale @ loss.T, "configs": encode(configs)}
+    tensors |= {"singles": torch.zeros(arch.layers, len(SINGLES)), "single_configs": encode(SINGLES)}
+    return Artefact("sensitivity", {"model_id": "m"}, tensors, {})
+
+
+def queries(arch: Arch = ARCH) -> Artefact:
+    shape = (arch.layers, arch.q_heads, arch.head_dim // 2)
+    return Artefact("queries", {}, {k: torch.ones(shape) for k in ("mean_real", "mean_imag", "mean_abs")}, {})
+
+
+def bound(name: str, budget: object, protocol: str = "matched", arch: Arch = ARCH, **rest: Any) -> BoundMethod:
+    fields = {k: rest.pop(k) for k in list(rest) if k in {f.name for f in dataclasses.fields(Method)} - {"t_ref"}}
+    rest.setdefault("t_ref", 1024)
+    artefacts = {"sensitivity": sensitivity(arch), "queries": queries(arch)}
+    return bind(method(name, **fields), Budget.parse(budget), protocol, arch, artefacts=artefacts, **rest)
+
+
+def peak(b: BoundMethod, tokens: int, new: int) -> int:
+    """The most bytes the layers can hold together, from what the plan says."""
+    total = 0
+    for spec in b.specs(tokens, new):
+        cap = spec.schedule.cap or min(spec.tokens, tokens)
+        none = dataclasses.replace(spec.storage, positions="none")
+        storage = none if spec.tokens >= tokens and cap >= tokens + new else spec.storage
+        total += peak_layer_bytes(cap, cap - min(spec.tokens, tokens), storage, b.arch.kv_heads, b.arch.head_dim)
+    return total
+
+
+def test_every_packaged_method_is_its_file():
+    assert {"full", "1d", "2d_uniform", "2d", "2d_hetero", "SnapKV", "StreamingLLM", "Random"} <= set(method_names())
+    for name in method_names():
+        assert method(name).name == name
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("snapkv", "SnapKV"), ("2d_heter", "2d_hetero"), ("Full", "full")])
+def test_near_miss_names_the_right_method(wrong, right):
+    with pytest.raises(UserError, match=f"'{right}'"):
+        method(wrong)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"beta": 0},
+        {"n_sink": -1},
+        {"cost": "bytes"},
+        {"solver": "best"},
+        {"keeps": [0.0]},
+        {"keeps": []},
+        {"t_ref": "auto2"},
+        {"scorer": {"name": "trigg"}},
+        {"scorer": None},
+        {"precision": {"k_bits": 8}},
+        {"bogus": 1},
+    ],
+)
+def test_bad_fields_are_refused(fields):
+    with pytest.raises(UserError):
+        method("2d_hetero", **fields)
+
+
+@pytest.mark.req(4)
+@pytest.mark.req(19)
+@settings(deadline=None, max_examples=150)
+@example("2d_uniform", "400KiB", 40, 190)  # reaches its cap by growing
+@given(
+    st.sampled_from(COMPRESSING),
+    st.sampled_from(["12%", "25%", "60%", 64, 300, "400KiB"]),
+    st.integers(40, 1000),
+    st.integers(1, 200),
+)
+def test_matched_never_passes_the_budget(name, budget, tokens, new):
+    """After the prompt, and for methods that evict while decoding at any point until the end."""
+    b = bound(name, budget, t_ref=None)
+    total = b.budget.to_bytes(ARCH, tokens)
+    try:
+        specs = b.specs(tokens, new)
+    except Infeasible as e:
+        assert Budget.parse(e.smallest).value > total
+        return
+    for spec in specs:
+        assert spec.tokens >= 1
+    if b.fits(tokens, new):
+        return
+    if b.method.schedule == "every":
+        assert peak(b, tokens, new) <= total
+    held = sum(
+        int(
+            layer_bytes(
+                min(s.tokens, tokens),
+                dataclasses.replace(s.storage, positions="none") if s.tokens >= tokens else s.storage,
+                ARCH.kv_heads,
+                ARCH.head_dim,
+            )
+        )
+        for s in specs
+    )
+    assert held <= total
+
+
+@pytest.mark.parametrize("name", ["1d", "SnapKV", "Random", "2d_uniform"])
+def test_uniform_is_the_largest_that_fits(name):
+    b = bound(name, "20%", t_ref=None)
+    n = b.plan(900, 20).layers[0]
+    cap = round(n.keep * 920)
+    storage = b.method.storage(cap + 1, n.k_bits, n.v_bits)
+    more = 6 * peak_layer_bytes(cap + 1, b.reserve(cap + 1, 20), storage, 2, 64)
+    assert more > b.budget.to_bytes(ARCH, 900)
+
+
+@pytest.mark.parametrize("budget", ["8%", "20%", "45%", "80%"])
+@pytest.mark.parametrize("seed", range(4))
+def test_hetero_is_never_worse_than_2d(budget, seed):
+    """2d's choices are among 2d_hetero's, and the exact solver finds the best of them."""
+    artefacts = {"sensitivity": sensitivity(seed=seed), "queries": queries()}
+    plans = [
+        bind(method(n), Budget.parse(budget), "matched", ARCH, t_ref=None, artefacts=artefacts).plan(1000, 16)
+        for n in ("2d", "2d_hetero")
+    ]
+    assert plans[1].objective <= plans[0].objective + 1e-9
+    assert len({x.keep for x in plans[0].layers}) == 1
+
+
+def test_the_papers_protocol_has_the_papers_bytes():
+    """1d holds b tokens, 2d_uniform 8/3 b at the same eq. (1) bytes, 2d and 2d_hetero solve under 8/3 b at 16 bit."""
+    one = bound("1d", 192, "paper").plan(1000, 16)
+    two = bound("2d_uniform", 192, "paper").plan(1000, 16)
+    assert one.layers[0].tokens == 192
+    assert two.layers[0].tokens == 512
+    assert one.predicted["eq1_bytes"] == two.predicted["eq1_bytes"] == 6 * 192 * 2 * 64 * 4
+    for name in ROUTED:
+        plan = bound(name, 192, "paper").plan(1000, 16)
+        assert one.predicted["eq1_bytes"] < plan.predicted["eq1_bytes"] <= 6 * 512 * 2 * 64 * 4
+    assert all(x.tokens == 512 for x in bound("2d", 192, "paper").plan(1000, 16).layers)
+
+
+@pytest.mark.req(3)
+@pytest.mark.parametrize("name", method_names())
+def test_room_for_all_means_nothing_is_compressed(name):
+    b = bound(name, "1e9")
+    assert b.fits(1000, 24)
+    assert all(s.tokens >= 10**6 and not s.storage.quantised for s in b.specs(1000, 24))
+    if name != "full":
+        assert not bound(name, "1e9", always_quantise=True).fits(1000, 24)
+        assert not bound(name, 1000).fits(1000, 24)
+
+
+@pytest.mark.req(2)
+@pytest.mark.parametrize("name", COMPRESSING)
+def test_smallest_budgets(name):
+    """One token: the method keeps at least one entry, or says which budget it needs, and that budget works."""
+    try:
+        assert all(s.tokens >= 1 for s in bound(name, 1).specs(1000, 16))
+    except Infeasible as e:
+        assert all(s.tokens >= 1 for s in bound(name, e.smallest).specs(1000, 16))
+
+
+def test_lattice_is_extended_only_where_needed():
+    assert min(x.keep for x in bound("2d_hetero", "30%", t_ref=None).plan(1000, 16).layers) >= 0.1
+    assert min(x.keep for x in bound("2d_hetero", "4%", t_ref=None).plan(4000, 16).layers) < 0.1
+    with pytest.raises(Infeasible):
+        bound("2d_hetero", "3%", t_ref=None, extend_lattice=False).plan(4000, 16)
+
+
+@pytest.mark.req(24)
+@pytest.mark.parametrize("name", ["1d", "2d_hetero"])
+def test_a_missing_calibration_names_the_command(name):
+    b = bind(method(name), Budget.parse(100), "matched", ARCH, t_ref=1024)
+    with pytest.raises(Blocked, match=r"pipelines\.calibrate"):
+        _ = b.plan(1000, 16) if name == "2d_hetero" else b.artefact("queries")
+
+
+def test_reference_length():
+    m = method("2d_hetero")
+    assert reference_length(m, Budget.parse(512), 16384, 512) == 16384
+    assert reference_length(m, Budget.parse(64), 17000, 16384) == 256  # long generation: 4 b
+    assert reference_length(m, Budget.parse("10%"), 16384, 512) is None
+    assert reference_length(method("2d_hetero", t_ref=99), Budget.parse("10%"), 16384, 512) == 99
+    assert reference_length(method("2d_hetero", t_ref="sample"), Budget.parse(64), 16384, 512) is None
+
+
+@pytest.mark.parametrize("budget", [512, 1024, 2048, 4096])
+def test_moend_table2_is_feasible(budget):
+    """No 2d_hetero cell of the paper's LongBench table may be infeasible under matched resident bytes."""
+    arch = Arch(28, 28, 4, 128, 131072)
+    for name in ROUTED:
+        plan = bound(name, budget, arch=arch, t_ref=16384).plan(16000, 512)
+        assert sum(plan.predicted.values()) > 0
+        assert plan.predicted["resident_bytes"] <= arch.full_bytes(budget)
+
+
+@pytest.mark.parametrize("budget", [64, 128, 256, 512])
+def test_moend_table4_is_feasible(budget):
+    arch = Arch(28, 28, 4, 128, 131072)
+    m = method("2d_hetero")
+    t_ref = reference_length(m, Budget.parse(budget), 17000, 16384)
+    plan = bound("2d_hetero", budget, arch=arch, t_ref=t_ref).plan(200, 16384)
+    assert plan.predicted["resident_bytes"] <= arch.full_bytes(budget)
+
+
+def test_from_fields_names_the_nearest_field():
+    with pytest.raises(UserError, match="'beta'"):
+        from_fields({"name": "x", "betta": 3})
+
+
+def test_routing_can_read_a_kl_table():
+    """`table: kl` feeds the same solver; a coarse table offers what it measured, and doing nothing costs nothing."""
+    from moend.calibration.kl import named_configs
+
+    configs = named_configs("coarse")
+    values = torch.ones(ARCH.layers, len(configs))
+    values[2] = 100.0  # layer 2 must be left alone
+    kl = Artefact("kl", {}, {"table": values, "configs": encode(configs)}, {})
+    b = bind(
+        method("2d_hetero", table="kl"),
+        Budget.parse("45%"),
+        "matched",
+        ARCH,
+        t_ref=None,
+        artefacts={"kl": kl, "queries": queries()},
+    )
+    assert b.method.calibrations == ("kl", "queries")
+    plan = b.plan(1000, 16)
+    assert (plan.layers[2].keep, plan.layers[2].k_bits, plan.layers[2].v_bits) == (1.0, 16, 16)
+    assert 1 <= plan.objective < 100  # others gave way for it

@@ -1,0 +1,217 @@
+"""Intervals hold their level; tests and adjustments agree with hand-made cases and with SciPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom, binomtest
+from scipy.stats import bootstrap as scipy_bootstrap
+
+from moend import statistics as S
+
+
+def records(scores: dict[str, list[list[float]]]) -> list[dict]:
+    """{task: [[draws of an example], ...]} as records."""
+    return [
+        {"task": t, "id": f"{t}-{i}", "draw": d, "score": s}
+        for t, examples in scores.items()
+        for i, draws in enumerate(examples)
+        for d, s in enumerate(draws)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "low", "high"),
+    [(0, 20, 0.0, 0.1611), (10, 20, 0.2993, 0.7007), (20, 20, 0.8389, 1.0), (1, 1, 0.2065, 1)],
+)
+def test_wilson_known(k, n, low, high):
+    got = S.wilson(k, n)
+    assert (got.low, got.high) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_wilson_agrees_with_scipy():
+    for k, n in [(3, 17), (199, 200), (0, 5)]:
+        ci = binomtest(k, n).proportion_ci(method="wilson")
+        got = S.wilson(k, n)
+        assert (got.low, got.high) == pytest.approx((ci.low, ci.high), abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [20, 50, 200])
+def test_wilson_coverage(n):
+    """Exact coverage, summed over the binomial: mean over p within 0.94 to 0.97, nowhere below 0.90."""
+    k = np.arange(n + 1)
+    bounds = [S.wilson(int(i), n) for i in k]
+    low, high = np.array([b.low for b in bounds]), np.array([b.high for b in bounds])
+    shares = np.arange(1, 20) / 20
+    cover = [float(binom.pmf(k, n, p)[(low <= p) & (p <= high)].sum()) for p in shares]
+    assert 0.94 <= np.mean(cover) <= 0.97
+    assert min(cover) >= 0.90
+
+
+def test_wilson_refuses():
+    for k, n in [(-1, 3), (4, 3), (0, 0)]:
+        with pytest.raises(ValueError):
+            S.wilson(k, n)
+
+
+def test_bootstrap_agrees_with_scipy():
+    x = np.random.default_rng(0).exponential(size=40)
+    for ours, theirs in [("percentile", "percentile"), ("bca", "BCa")]:
+        got = S.bootstrap(list(x), method=ours, resamples=40_000)
+        ci = scipy_bootstrap((x,), np.mean, method=theirs, n_resamples=40_000, rng=np.random.default_rng(1))
+        want = ci.confidence_interval
+        assert got.value == pytest.approx(x.mean())
+        assert (got.low, got.high) == pytest.approx((want.low, want.high), abs=0.02)
+
+
+def test_bootstrap_coverage():
+    """By simulation at n = 200, skewed values: within 0.93 to 0.97."""
+    rng = np.random.default_rng(1)
+    hits = 0
+    for i in range(600):
+        x = rng.exponential(size=200)
+        got = S.bootstrap(list(x), seed=i, resamples=500)
+        hits += got.low <= 1 <= got.high
+    assert 0.93 <= hits / 600 <= 0.97
+
+
+def test_cluster_bootstrap_coverage():
+    """Four draws of each of 200 examples whose difficulty varies; treating draws as independent would be too narrow."""
+    rng = np.random.default_rng(2)
+    hits, naive = 0, 0
+    ids = [i for i in range(200) for _ in range(4)]
+    for i in range(400):
+        x = (rng.random((200, 4)) < rng.beta(0.5, 0.5, size=(200, 1))).astype(float).ravel()
+        got, flat = S.bootstrap(list(x), ids, seed=i, resamples=400), S.wilson(int(x.sum()), 800)
+        hits += got.low <= 0.5 <= got.high
+        naive += flat.low <= 0.5 <= flat.high
+    assert 0.92 <= hits / 400 <= 0.975
+    assert naive / 400 < 0.85
+
+
+def test_bootstrap_is_stratified():
+    """Two tasks that do not vary inside have no spread at all, though their values differ."""
+    got = S.bootstrap([0.2] * 5 + [0.8] * 9, strata=["a"] * 5 + ["b"] * 9)
+    assert (got.value, got.low, got.high) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_bootstrap_says_nothing_about_one_example():
+    got = S.bootstrap([0.3, 0.5], ids=["x", "x"])
+    assert got == S.Interval(0.4, None, None)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.integers(0, 5))
+def test_bootstrap_properties(values, seed):
+    got = S.bootstrap(values, seed=seed, resamples=200)
+    assert got == S.bootstrap(values, seed=seed, resamples=200)
+    assert min(values) - 1e-9 <= got.low <= got.high <= max(values) + 1e-9
+    assert got.value == pytest.approx(sum(values) / len(values))
+
+
+def test_bootstrap_refuses():
+    for values in ([], [math.nan], [math.inf, 1]):
+        with pytest.raises(ValueError):
+            S.bootstrap(values)
+
+
+def test_paired_bootstrap():
+    rng = np.random.default_rng(3)
+    base = rng.random(60)
+    same = S.paired_bootstrap(list(base), list(base))
+    assert (same.value, same.low, same.high, same.p) == (0, 0, 0, 1)
+    # a constant gain on very different examples: pairing sees it, the two intervals alone would overlap
+    shifted = list(base + 0.05 + 0.01 * rng.standard_normal(60))
+    got = S.paired_bootstrap(shifted, list(base))
+    assert 0.04 < got.low < 0.05 < got.high < 0.06
+    assert got.p < 0.001
+    assert S.bootstrap(shifted).low < S.bootstrap(list(base)).high
+    back = S.paired_bootstrap(list(base), shifted)
+    assert back.value == pytest.approx(-got.value)
+    with pytest.raises(ValueError):
+        S.paired_bootstrap([1, 2], [1])
+
+
+def test_mcnemar_by_hand():
+    # 6 wins, 1 loss: 2 * (C(7,0) + C(7,1)) / 2^7
+    a = [1] * 6 + [0] + [1, 0, 1]
+    b = [0] * 6 + [1] + [1, 0, 1]
+    assert S.mcnemar_exact(a, b) == pytest.approx(2 * 8 / 128)
+    assert S.mcnemar_exact(b, a) == pytest.approx(2 * 8 / 128)
+    assert S.mcnemar_exact([1, 0], [1, 0]) == 1
+    with pytest.raises(ValueError):
+        S.mcnemar_exact([0.5], [1])
+
+
+def test_holm_by_hand():
+    assert S.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert S.holm([]) == []
+    assert S.holm([0.9, 0.8]) == [1, 1]
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_holm_properties(p):
+    adjusted = S.holm(p)
+    assert all(p[i] <= adjusted[i] <= 1 for i in range(len(p)))
+    # the textbook procedure at 5 %: walk up from the smallest, stop at the first that fails
+    rejected = set()
+    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        if p[i] * (len(p) - rank) > 0.05:
+            break
+        rejected.add(i)
+    assert rejected == {i for i in range(len(p)) if adjusted[i] <= 0.05}
+
+
+def test_summarise_one_task_is_wilson():
+    got = S.summarise(records({"niah": [[1]] * 14 + [[0]] * 6}))
+    want = S.wilson(14, 20)
+    assert got == {
+        "score": 0.7,
+        "low": want.low,
+        "high": want.high,
+        "n": 20,
+        "n_records": 20,
+        "tasks": {"niah": {"score": 0.7, "low": want.low, "high": want.high, "n": 20}},
+    }
+
+
+def test_summarise_macro_mean():
+    """Tasks count alike however many rows they have."""
+    got = S.summarise(records({"a": [[1]] * 30 + [[0]] * 10, "b": [[0.5]] * 3 + [[0.1]] * 2}))
+    assert got["score"] == pytest.approx((0.75 + 0.34) / 2)
+    assert got["low"] < got["score"] < got["high"]
+    assert got["n"] == 45
+    assert got["tasks"]["b"]["score"] == pytest.approx(0.34)
+
+
+def test_summarise_draws_are_clustered():
+    draws = [[1, 1, 1, 1], [0, 0, 0, 0]] * 10
+    got = S.summarise(records({"aime24": draws}))
+    assert (got["n"], got["n_records"], got["score"]) == (20, 80, 0.5)
+    flat = S.wilson(40, 80)
+    assert got["high"] - got["low"] > 1.5 * (flat.high - flat.low)
+
+
+def test_summarise_claims_no_certainty():
+    """All right in every task: the interval is still open below."""
+    got = S.summarise(records({"num": [[1]] * 20, "col": [[1]] * 20}))
+    assert (got["score"], got["high"]) == (1, 1)
+    assert 0.9 < got["low"] < 0.95
+    with pytest.raises(ValueError):
+        S.summarise([])
+
+
+def test_compare():
+    a = records({"niah": [[1]] * 10 + [[0]] * 10})
+    b = records({"niah": [[1]] * 2 + [[0]] * 18})
+    got = S.compare(a, list(reversed(b)))  # order does not matter
+    assert (got.value, got.n, got.test) == (0.4, 20, "mcnemar")
+    assert got.p == pytest.approx(2 / 2**8)
+    assert got.low > 0
+    several = S.compare(records({"x": [[1, 0]] * 9}), records({"x": [[0, 0]] * 9}))
+    assert (several.value, several.test) == (0.5, "bootstrap")
+    with pytest.raises(ValueError, match="share 19 of 20"):
+        S.compare(a, b[:-1])

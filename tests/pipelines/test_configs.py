@@ -1,0 +1,174 @@
+"""Every YAML composes and binds; every mistake is one line and exit code 2, with nothing written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moend import methods
+from pipelines import identity, run
+from pipelines.compose import config_folder, sweep_folder
+from pipelines.evaluate import Library
+from pipelines.schema import validate
+from tests.pipelines.conftest import Runs, compose_points, sweep_points
+
+OPTIONS = [
+    f"{folder.name}={path.stem}"
+    for folder in sorted(config_folder().iterdir())
+    if folder.is_dir() and folder.name != "hydra"
+    for path in sorted(folder.glob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_composes_and_binds(option: str, tmp_path: Path) -> None:
+    extra = ["model.id=owner/name"] if option == "model=hf" else []
+    (point,) = compose_points([option, *extra, "dry_run=true"])
+    config = validate(point)
+    spec, method, bench = Library()._parts(config)
+    assert (spec.name, method.name, bench.name) == tuple(point.choices[g] for g in ("model", "method", "benchmark"))
+    identity.canonical(config.model_dump())
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in sweep_folder().glob("*.yaml")))
+def test_every_sweep_composes(name: str) -> None:
+    points = sweep_points(name)
+    assert len(points) > 1
+    for point in points:
+        validate(point)
+
+
+def test_run_yaml_lists_every_method_field_with_its_default() -> None:
+    (point,) = compose_points(["method=full"])
+    fields = {f.name: f for f in dataclasses.fields(methods.Method)}
+    assert set(point.config["method"]) == set(fields)
+    plain = methods.Method(name="full", allocator="all")
+    composed = methods.from_fields(point.config["method"])
+    assert composed == dataclasses.replace(plain, version=composed.version)
+
+
+BAD = {
+    "method=Snapkv": "unknown method 'Snapkv'. Did you mean 'SnapKV'?",
+    "method=2d_heter": "Did you mean '2d_hetero'?",
+    "model=smollm": "unknown model 'smollm'. Did you mean 'smollm2_135m'?",
+    "benchmark=naih": "unknown benchmark 'naih'. Did you mean 'niah'?",
+    "+sweep=quickstrat": "unknown sweep 'quickstrat'. Did you mean 'quickstart'?",
+    "sweep=quickstart": "sweeps are added: +sweep=<name>",
+    "budget=0": "budget '0' must be positive",
+    "budget=-1": "budget '-1'",
+    "budget=abc": "budget 'abc' is not understood",
+    "budget=": "budget ''",
+    "budget=512,abc": "budget 'abc'",
+    "budget=true": "budget 'True'",
+    "budgett=3": "there is no configuration key 'budgett'. Did you mean 'budget'?",
+    "+bugdet=5": "there is no configuration key 'bugdet'. Did you mean 'budget'?",
+    "benchmrk=niah": "Did you mean 'benchmark'?",
+    "generation.temprature=1": "Did you mean 'generation.temperature'?",
+    "+generation.temprature=1": "Did you mean 'generation.temperature'?",
+    "+method.slver=exact": "Did you mean 'method.solver'?",
+    "method.solver=exakt": "unknown method.solver 'exakt'. Did you mean 'exact'?",
+    "method.beta=abc": "method.beta: input should be a valid integer",
+    "model.dtype=int3": "unknown model.dtype 'int3'",
+    "generation.samples=0": "generation.samples: input should be greater than or equal to 1, got 0",
+    "question_visible=1": "question_visible: input should be a valid boolean, got 1",
+    "budget_protocol=mached": "unknown budget_protocol 'mached'. Did you mean 'matched'?",
+    "seed=${oc.env:NO_SUCH_VARIABLE}": "NO_SUCH_VARIABLE",
+    "~method": "deleting keys",
+    "budget=10%,": "cannot read 'budget=10%,'",
+    "benchmark.length=9000": "the model has 8192",
+    "benchmark.limit=0": "benchmark.limit=0",
+    "model=hf": "needs model.id=",
+    "method.n_sink=-1": "method.n_sink must be a whole number >= 0",
+    "budget=1": "the smallest budget it can meet is",
+}
+
+
+@pytest.mark.req(11)
+@pytest.mark.parametrize("argument", BAD)
+def test_a_mistake_is_one_line_and_writes_nothing(
+    argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    assert run.main([f"paths.store={store}", "tracking=none", argument]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert BAD[argument] in err
+    assert not out
+    assert not store.exists()
+
+
+def test_a_large_budget_is_allowed(runs: Runs) -> None:
+    assert runs("budget=1e9", "method=1d") == 0
+
+
+@pytest.mark.req(16)
+def test_unwritable_places_are_one_line(runs: Runs, tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    runs.store = blocker / "store"
+    assert runs("method=1d") == 2
+    assert runs.err.startswith(f"error: cannot write {blocker}")
+    if os.geteuid() != 0:  # root writes everywhere
+        locked = tmp_path / "locked"
+        locked.mkdir(mode=0o500)
+        runs.store = locked / "store"
+        assert runs("method=1d") == 2
+
+
+def test_a_full_disk_is_one_line_and_resumes(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    real, count = os.write, [0]
+
+    def write(fd: int, data: bytes) -> int:
+        count[0] += data.startswith(b'{"task"')
+        if count[0] > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    assert runs("method=1d") == 2
+    assert "No space left on device" in runs.err
+    assert runs.err.count("\n") == 1
+    monkeypatch.setattr(os, "write", real)
+    before = runs.library.prefills
+    assert runs("method=1d") == 0
+    assert runs.library.prefills - before == 4
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for word in ("method: ", "2d_hetero", "budget: ", "+sweep=quickstart", "Exit codes"):
+        assert word in out
+
+
+def test_help_and_mistakes_import_no_torch() -> None:
+    code = (
+        "import sys; from pipelines import run; "
+        "assert run.main(['method=nope']) == 2 and run.main(['budgett=1']) == 2 and run.main(['--help']) == 0; "
+        "assert 'torch' not in sys.modules and 'wandb' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True)
+
+
+def test_no_litter(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runs("method=1d,full", "-m") == 0
+    assert runs("method=1d", "dry_run=true") == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+    assert sorted(p.name for p in runs.store.iterdir()) == ["cells", "reports", "sweeps"]
+
+
+def test_relative_paths_from_any_folder(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs.store = Path("here")
+    assert runs("method=1d") == 0
+    assert (tmp_path / "here" / "cells").is_dir()

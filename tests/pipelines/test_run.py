@@ -1,0 +1,298 @@
+"""The whole command on a stub library: planning, sharing, resuming, failing, and two processes at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import calibrate, evaluate, planner, report, results
+from pipelines.store import Store
+from tests.pipelines import stub
+from tests.pipelines.conftest import Runs, compose_points, sweep_points
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = ("method=full,1d,2d,2d_hetero", "budget=10%,25%", "-m")
+STUB_MAIN = """
+import sys
+from pipelines import evaluate, run
+from tests.pipelines import stub
+evaluate.Library, evaluate.single_operations = stub.Library, stub.single_operations
+sys.exit(run.main())
+"""
+
+
+def cells(store: Path) -> dict[str, dict[str, Any]]:
+    return {p.parent.name: json.loads(p.read_text()) for p in store.glob("cells/*/result.json")}
+
+
+def process(store: Path, *args: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", STUB_MAIN, f"paths.store={store}", "tracking=none", *args]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.req(7)
+def test_a_sweep_is_deduplicated_shared_and_never_run_twice(runs: Runs) -> None:
+    assert runs(*SWEEP) == 0
+    assert "7 cells: 7 run (1 more points name a cell that is there already)" in runs.out
+    assert "prefills: 6 planned, 36 saved by sharing" in runs.out
+    assert runs.library.prefills == 6
+    assert len(cells(runs.store)) == 7
+    assert len(runs.library.calibrated) == 1
+    before = {p: p.stat().st_mtime_ns for p in runs.store.glob("cells/*/*")}
+    assert runs(*SWEEP) == 0
+    assert "7 done" in runs.out
+    assert runs.library.prefills == 6
+    assert before == {p: p.stat().st_mtime_ns for p in runs.store.glob("cells/*/*")}
+    assert runs(*SWEEP[:1], "budget=10%,25%,50%", "-m") == 0
+    assert runs.library.prefills == 12  # three new cells, one more pass
+    assert len(cells(runs.store)) == 10
+
+
+def test_the_plan_is_printed_and_dry_run_writes_nothing(runs: Runs) -> None:
+    assert runs("+sweep=quickstart", "dry_run=true", "-m") == 0
+    assert "33 cells: 33 run (15 more points" in runs.out
+    assert "prefills: 18 planned, 180 saved by sharing" in runs.out
+    assert not runs.store.exists()
+
+
+def test_quickstart_is_what_the_design_says() -> None:
+    points = sweep_points("quickstart")
+    assert {p.choices["benchmark"] for p in points} == {"niah", "continuation"}
+    assert {p.choices["method"] for p in points} == {"full", "1d", "2d_uniform", "2d", "2d_hetero", "SnapKV"}
+    assert {p.config["budget"] for p in points} == {"10%", "25%"}
+    assert {p.config["question_visible"] for p in points} == {True, False}
+
+
+@pytest.mark.req(15)
+def test_kill_9_in_the_middle_loses_nothing_and_repeats_nothing(runs: Runs) -> None:
+    killed = process(runs.store, *SWEEP, STUB_KILL_AFTER="3")
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    kept = {p: p.read_bytes() for p in runs.store.glob("cells/*/records/*.jsonl")}
+    assert sum(data.count(b"\n") for data in kept.values()) == 3 * 7
+    assert not cells(runs.store)
+    torn = next(iter(kept))
+    torn.write_bytes(kept[torn] + b'{"task": "needle", "id"')
+    assert runs(*SWEEP) == 0
+    assert runs.library.prefills == 3
+    for path, data in kept.items():
+        assert path.read_bytes().startswith(data)
+    for key, result in cells(runs.store).items():
+        ids = [r["id"] for r in Store(runs.store).cell(key).records()]
+        assert sorted(ids) == [f"s{i}" for i in range(6)]
+        assert result["n"] == result["n_expected"] == 6
+
+
+def test_two_processes_share_the_work_and_both_end_well(tmp_path: Path) -> None:
+    args = ("method=full,1d,2d", "budget=10%", "seed=0,1", "-m")
+    both = [process(tmp_path, *args, STUB_DELAY="0.05") for _ in range(2)]
+    outputs = [p.communicate()[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], outputs
+    assert len(cells(tmp_path)) == 6
+    for key in cells(tmp_path):
+        lines = [json.loads(x)["id"] for x in (tmp_path / f"cells/{key}/records/0-of-1.jsonl").read_text().splitlines()]
+        assert sorted(lines) == [f"s{i}" for i in range(6)]
+
+
+def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
+    running = process(tmp_path, "method=1d", STUB_DELAY="0.3")
+    records = tmp_path.glob("cells/*/records/*.jsonl")
+    for _ in range(300):
+        if any(p.stat().st_size for p in tmp_path.glob("cells/*/records/*.jsonl")):
+            break
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate()
+    assert running.returncode == 130, out
+    assert "goes on: python -m pipelines.run" in out
+    assert "Traceback" not in out
+    assert list(records)
+
+
+def test_any_number_of_shards_resumes_any_other(runs: Runs) -> None:
+    killed = process(runs.store, *SWEEP, "cluster.shards=3", STUB_KILL_AFTER="3")
+    killed.communicate()
+    assert runs(*SWEEP, "cluster.shards=2") == 0
+    assert runs.library.prefills == 3
+    assert all(r["n"] == 6 for r in cells(runs.store).values())
+
+
+def test_a_failing_cell_fails_alone(runs: Runs) -> None:
+    runs.library.fail_method = "2d"
+    assert runs(*SWEEP) == 1
+    assert len(cells(runs.store)) == 5
+    assert runs.out.count("failed: ") >= 2
+    log = next(runs.store.glob("cells/*/log.txt")).read_text()
+    assert "RuntimeError: this method breaks at s0" in log
+    assert "Traceback" in log
+    assert "again, for what is missing: python -m pipelines.run" in runs.out
+    runs.library.fail_method = None
+    assert runs(*SWEEP) == 0
+    assert len(cells(runs.store)) == 7
+
+
+def test_infeasible_in_a_sweep_is_a_state_and_alone_an_error(runs: Runs) -> None:
+    assert runs("method=full,1d,2d", "budget=2,512", "-m") == 0
+    assert "2 infeasible" in runs.out
+    assert "the smallest is 4t" in runs.out
+    assert runs("method=1d", "budget=2") == 2
+    assert runs.err == "error: 1d cannot meet 2t: the smallest is 4t\n"
+    assert runs("method=1d", "budget=1MiB") == 2  # found only when the method is bound
+    assert runs.err == "error: bytes are too small here\n"
+
+
+@pytest.mark.req(24)
+@pytest.mark.req(18)
+def test_a_foreign_calibration_blocks_its_cells_only(runs: Runs) -> None:
+    assert runs("method=2d") == 0
+    artefact = next(runs.store.glob("calibration/*/artefact.json"))
+    artefact.write_text("{}")
+    assert runs("method=2d,1d", "budget=10%", "-m") == 2
+    assert f"{artefact} is not the calibration needed" in runs.out
+    assert len(cells(runs.store)) == 2  # the old one, and 1d, which needs none
+    assert runs("method=2d", "budget=25%") == 2
+    assert "is not the calibration needed" in runs.err
+
+
+@pytest.mark.req(23)
+def test_question_visibility_is_a_key_and_a_column(runs: Runs) -> None:
+    assert runs("method=1d", "question_visible=true,false", "-m") == 0
+    found = cells(runs.store)
+    assert sorted(r["question_visible"] for r in found.values()) == [False, True]
+    table = (next(runs.store.glob("reports/*/table.csv"))).read_text().splitlines()
+    assert table[0].split(",")[2] == "question"
+    assert sorted(line.split(",")[2] for line in table[1:]) == ["unseen", "visible"]
+
+
+@pytest.mark.req(14)
+def test_draws_are_separate_records_with_one_prefill(runs: Runs) -> None:
+    assert runs("method=1d", "generation=sampled", "generation.samples=3") == 0
+    assert runs.library.prefills == 6
+    (result,) = cells(runs.store).values()
+    assert (result["n"], result["n_records"], result["samples"]) == (6, 18, 3)
+    assert result["score_low"] <= result["score"] <= result["score_high"]
+
+
+def test_a_payload_that_was_changed_is_refused_by_field(runs: Runs) -> None:
+    assert runs("method=1d") == 0
+    path = next(runs.store.glob("cells/*/payload.json"))
+    described = json.loads(path.read_text())
+    described["payload"]["seed"] = 7
+    path.write_text(json.dumps(described))
+    assert runs("method=1d") == 2
+    assert "seed: has 7, needs 0" in runs.err
+
+
+def test_corrupt_records_fail_their_cell_with_file_and_line(runs: Runs) -> None:
+    killed = process(runs.store, *SWEEP, STUB_KILL_AFTER="2")
+    killed.communicate()
+    path = next(runs.store.glob("cells/*/records/*.jsonl"))
+    path.write_text("nonsense\n" + path.read_text())
+    assert runs(*SWEEP) == 1
+    assert f"{path}, line 1, is not a record" in runs.out
+    assert len(cells(runs.store)) == 6
+
+
+def test_names_of_sweeps() -> None:
+    points, keys = list(sweep_points("quickstart")), ["k"]
+    assert planner.sweep_name(points, keys) == "quickstart"
+    quiet = [dataclasses.replace(p, overrides=(*p.overrides, "tracking=none", "paths.store=x")) for p in points]
+    assert planner.sweep_name(quiet, keys) == "quickstart"
+    other = [dataclasses.replace(p, overrides=(*p.overrides, "model=recall_moe")) for p in points]
+    fewer = [p for p in points if p.choices["method"] != "full"]
+    for changed in (other, fewer):
+        name, _, digest = planner.sweep_name(changed, keys).rpartition("-")
+        assert (name, len(digest)) == ("quickstart", 6)
+    (single,) = compose_points(["method=1d"])
+    assert planner.sweep_name([single], ["k"]).startswith(time.strftime("%Y%m%d-"))
+    assert planner.sweep_name([single], ["k"]) != planner.sweep_name([single], ["l"])
+
+
+def test_latest_is_the_newest_sweep(runs: Runs) -> None:
+    assert runs("method=1d") == 0
+    assert runs("method=1d", "seed=3") == 0
+    store = Store(runs.store)
+    first, last = store.sweep_names()
+    assert store.read_manifest("latest")["name"] == last
+    assert runs("method=1d") == 0
+    assert store.read_manifest("latest")["name"] == first
+
+
+def test_what_was_dropped_is_said(runs: Runs) -> None:
+    assert runs("method=1d", "budget=1e9") == 0
+    assert "nothing was dropped in this run" in runs.out
+    assert runs("method=1d", "budget=10%") == 0
+    assert "nothing was dropped" not in runs.out
+
+
+def test_report_rebuilds_everything_from_files(runs: Runs) -> None:
+    assert runs(*SWEEP) == 0
+    (folder,) = (runs.store / "reports").iterdir()
+    made = sorted(p.name for p in folder.iterdir())
+    assert {"table.csv", "table.md", "accuracy_memory.png"} < set(made)
+    for path in folder.iterdir():
+        path.unlink()
+    arguments = [f"paths.store={runs.store}", "sweep=latest"]
+    assert report.main(arguments) == 0
+    assert sorted(p.name for p in folder.iterdir()) == made
+    assert (folder / "accuracy_memory.png").stat().st_size > 10_000
+    key = next(iter(cells(runs.store)))
+    (runs.store / "cells" / key / "result.json").unlink()
+    assert report.main(arguments) == 3
+    assert "incomplete: 6 of 6 records" in runs.capsys.readouterr().out
+    assert runs(*SWEEP) == 0
+    assert runs.library.prefills == 6  # the result was made again from the records
+    assert report.main([arguments[0], f"sweep={folder.name[:-1]}"]) == 2
+    assert f"Did you mean '{folder.name}'?" in runs.capsys.readouterr().err
+    assert report.main(["swep=latest"]) == 2
+
+
+def test_scores_are_recomputed_from_records_without_a_model(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs("method=1d") == 0
+    monkeypatch.setattr(evaluate, "rescore", lambda cell, records: [{**r, "score": 0.5} for r in records])
+    assert report.main([f"paths.store={runs.store}", "rescore=true"]) == 0
+    (result,) = cells(runs.store).values()
+    assert result["score"] == 0.5
+    assert result["rescored"]
+
+
+def test_a_result_has_what_the_design_asks_for(runs: Runs) -> None:
+    assert runs("method=1d") == 0
+    (result,) = cells(runs.store).values()
+    wanted = """key status model method budget budget_protocol benchmark question_visible seed n n_expected score
+        score_low score_high metric eq1_bytes resident_bytes full_bytes compression entries_per_head k_bits v_bits
+        prefill_seconds decode_seconds tokens_per_second peak_bytes extraction_rate truncated finish_reasons versions
+        commit tasks higher_is_better unit samples n_records resident_bytes_end resident_bytes_peak timing"""
+    assert not [name for name in wanted.split() if name not in result]
+    assert set(result["tasks"]["needle"]) == {"score", "score_low", "score_high", "n", "metric"}
+
+
+def test_calibrate_shows_and_writes_the_plan(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [{"keep": 0.5, "tokens": None, "k_bits": 8, "v_bits": 4, "head_tokens": None}] * 3
+    plan = {
+        "schema": 1, "t_ref": 100, "budget": "0.1r", "protocol": "matched", "solver": "exact", "objective": 1.5,
+        "gap": 0.0, "layers": layers, "predicted": {"eq1_bytes": 2048, "resident_bytes": 4096},
+    }  # fmt: skip
+    monkeypatch.setattr(stub.Library, "plan", lambda self, config, facts, folders: plan, raising=False)
+    assert runs("method=2d_hetero", "budget=10%", main=calibrate.main) == 0
+    assert "predicted: 2.0 KiB by eq. 1, 4.0 KiB resident" in runs.out
+    (folder,) = (runs.store / "reports").iterdir()
+    assert sorted(p.name for p in folder.iterdir()) == ["plan.json", "routing_map.png", "sensitivity.png"]
+    assert runs("method=2d_hetero", "budget=2", main=calibrate.main) == 2
+    assert "the smallest is 4t" in runs.err
+
+
+def test_the_commit_is_known_or_absent() -> None:
+    commit = results.commit()
+    assert commit is None or len(commit.removesuffix("-dirty")) == 40

@@ -1,0 +1,238 @@
+"""The store survives torn lines, full disks, two writers, and its own death."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moend.errors import UserError
+from pipelines import store as module
+from pipelines.store import Busy, CellStore, CorruptRecords, Lease, LeaseLost, Shard, Store, write_atomic, write_json
+
+
+def cell(tmp_path: Path) -> CellStore:
+    made = Store(tmp_path).cell("0123456789abcdef")
+    made.create({"a": 1}, {})
+    return made
+
+
+def record(id: str, draw: int = 0) -> dict[str, Any]:
+    return {"task": "t", "id": id, "draw": draw, "text": "ü\n"}
+
+
+def shard_path(made: CellStore) -> Path:
+    return made.folder / "records" / "0-of-1.jsonl"
+
+
+def test_append_and_read_back(tmp_path: Path) -> None:
+    made = cell(tmp_path)
+    with made.shard() as shard:
+        shard.append(record("a"))
+        shard.append(record("a", draw=1))
+        with pytest.raises(ValueError, match="already"):
+            shard.append(record("a"))
+    assert made.records() == [record("a"), record("a", 1)]
+    assert made.done() == {("t", "a", 0), ("t", "a", 1)}
+
+
+@pytest.mark.req(15)
+def test_a_torn_last_line_is_cut_and_nothing_before_it(tmp_path: Path) -> None:
+    made = cell(tmp_path)
+    with made.shard() as shard:
+        shard.append(record("a"))
+        shard.append(record("b"))
+    whole = shard_path(made).read_bytes()
+    for length in range(len(whole) // 2 + 1, len(whole)):
+        shard_path(made).write_bytes(whole[:length])
+        assert [r["id"] for r in made.records()] == ["a"]
+        with made.shard() as shard:
+            assert shard.done == {("t", "a", 0)}
+            shard.append(record("b"))
+        assert shard_path(made).read_bytes() == whole
+
+
+def test_a_malformed_whole_line_is_an_error_with_file_and_line(tmp_path: Path) -> None:
+    made = cell(tmp_path)
+    for bad in ("{}", "nonsense", "[1]", json.dumps({"task": "t", "id": "a"})):
+        shard_path(made).write_text(json.dumps(record("x")) + "\n" + bad + "\n")
+        with pytest.raises(CorruptRecords, match=r"0-of-1\.jsonl, line 2"):
+            made.records()
+        with pytest.raises(CorruptRecords, match="line 2"):
+            Shard(shard_path(made))
+    shard_path(made).write_text((json.dumps(record("x")) + "\n") * 2)
+    with pytest.raises(CorruptRecords, match="second time"):
+        made.records()
+
+
+def test_shards_of_any_number_are_one_cell(tmp_path: Path) -> None:
+    made = cell(tmp_path)
+    with made.shard(0, 2) as shard:
+        shard.append(record("a"))
+    with made.shard(1, 3) as shard:
+        shard.append(record("b"))
+        shard.append(record("a"))  # computed under both shardings: counts once
+    assert sorted(r["id"] for r in made.records()) == ["a", "b"]
+
+
+@pytest.mark.req(6)
+def test_a_result_is_written_only_when_complete_and_checked_when_read(tmp_path: Path) -> None:
+    made = cell(tmp_path)
+    expected = [("t", "a", 0), ("t", "b", 0)]
+    with made.shard() as shard:
+        shard.append(record("b"))
+        assert not made.finish(expected, lambda r: {})
+        assert made.result() is None
+        shard.append(record("a"))
+    assert made.finish(expected, lambda r: {"key": made.key, "ids": [x["id"] for x in r]})
+    assert made.result() == {"key": made.key, "ids": ["a", "b"]}
+    write_json(made.folder / "result.json", {"key": "other"})
+    with pytest.raises(UserError, match="belongs to cell other"):
+        made.result()
+    (made.folder / "result.json").write_text('{"key": ')
+    with pytest.raises(UserError, match=r"result\.json is damaged"):
+        made.result()
+
+
+@pytest.mark.req(8)
+def test_folders_are_created_once_by_many_at_the_same_time(tmp_path: Path) -> None:
+    barrier = threading.Barrier(8)
+    errors: list[BaseException] = []
+
+    def create() -> None:
+        barrier.wait()
+        try:
+            for i in range(20):
+                Store(tmp_path).cell(f"{i:016x}").create({"a": i}, {})
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+    assert sorted(p.name for p in (tmp_path / "cells").iterdir()) == [f"{i:016x}" for i in range(20)]
+    with pytest.raises(UserError, match="a: has 3, needs 4"):
+        Store(tmp_path).cell(f"{3:016x}").create({"a": 4}, {})
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = cell(tmp_path), os.write
+    with made.shard() as shard:
+        shard.append(record("a"))
+        before = shard_path(made).read_bytes()
+
+        def half(fd: int, data: bytes) -> int:
+            real(fd, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "write", half)
+        with pytest.raises(OSError, match="No space"):
+            shard.append(record("b"))
+        monkeypatch.setattr(os, "write", real)
+        assert shard_path(made).read_bytes() == before
+        shard.append(record("b"))
+    assert [r["id"] for r in made.records()] == ["a", "b"]
+
+
+def test_write_atomic_keeps_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    write_atomic(path, "old")
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+    assert path.read_text() == "old"
+
+
+# Leases
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "s")
+    with pytest.raises(Busy):
+        Lease(tmp_path / "s")
+    lease.release()
+    again = Lease(tmp_path / "s")
+    assert again.generation == 2
+    again.release()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_many_racers_one_wins(tmp_path: Path) -> None:
+    for round in range(20):
+        barrier = threading.Barrier(6)
+        won: list[Lease] = []
+
+        def race(barrier: threading.Barrier = barrier, won: list[Lease] = won, stem: str = f"s{round}") -> None:
+            barrier.wait()
+            try:
+                won.append(Lease(tmp_path / stem))
+            except Busy:
+                return
+
+        threads = [threading.Thread(target=race) for _ in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(won) == 1
+        won[0].release()
+
+
+def test_a_silent_lease_expires_and_its_holder_notices(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "s")
+    later = Lease(tmp_path / "s", clock=lambda: time.time() + module.EXPIRY_S + 1)
+    assert later.generation == 2
+    with pytest.raises(LeaseLost):
+        lease.check()
+    lease.release()  # must not free what is another's
+    with pytest.raises(Busy):
+        Lease(tmp_path / "s")
+    later.check()
+
+
+def test_a_dead_process_on_this_machine_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os; from pathlib import Path; from pipelines.store import Lease; "
+        f"Lease(Path({str(tmp_path / 's')!r})); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert Lease(tmp_path / "s").generation == 2
+
+
+def test_another_machines_lease_counts_until_it_expires(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "s")
+    path = tmp_path / "s.lease.1"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere", "pid": 999_999_999}))
+    with pytest.raises(Busy):
+        Lease(tmp_path / "s")
+    os.utime(path, (1, 1))
+    assert Lease(tmp_path / "s").generation == 2
+    lease.release()
+
+
+def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+    lease, path = Lease(tmp_path / "s"), tmp_path / "s.lease.1"
+    os.utime(path, (1, 1))
+    for _ in range(200):
+        if path.stat().st_mtime > 1:
+            break
+        time.sleep(0.02)
+    assert path.stat().st_mtime > 1
+    lease.release()
