@@ -184,6 +184,11 @@ class BoundMethod:
             return self.method.overshoot
         return "counted" if self.protocol == "matched" else "paper"
 
+    @property
+    def least(self) -> int:
+        """The smallest cap: a layer that never passes its cap while decoding holds an old entry and the new one."""
+        return 2 if self.method.schedule == "every" and self.overshoot == "counted" else 1
+
     def reserve(self, cap: int, new: int) -> int:
         """Entries of a cap left free after an eviction for the tokens to come ("counted")."""
         if self.method.schedule == "prompt" or self.overshoot == "paper":
@@ -207,6 +212,8 @@ class BoundMethod:
         demand = Demand(
             arch=arch,
             reference=reference,
+            exact=self.t_ref is None,
+            least=self.least,
             total=round(total * 4 / 1.5) if paper and m.routes_bits else total,
             cost="eq1" if paper else m.cost,
             storage=m.storage,
@@ -214,12 +221,12 @@ class BoundMethod:
             new=new,
         )
         fixed = None if m.routes_bits else (int(m.precision["k_bits"]), int(m.precision["v_bits"]))
+        tokens = reference if m.allocator == "all" else None
+        if paper and m.allocator == "uniform":
+            tokens = max(int(b if fixed == (16, 16) else b * 4 / 1.5), 1)
         try:
-            if m.allocator == "all":
-                layers, solved = uniform(demand, fixed or (16, 16), tokens=reference), None
-            elif m.allocator == "uniform" and fixed is not None:
-                scale = 4 / 1.5 if fixed != (16, 16) else 1.0
-                layers, solved = uniform(demand, fixed, tokens=max(int(b * scale), 1) if paper else None), None
+            if fixed is not None and m.allocator != "routed":
+                layers, solved = uniform(demand, fixed, tokens), None
             else:
                 layers, solved = routed(
                     demand,
@@ -228,7 +235,7 @@ class BoundMethod:
                     bits=self._bit_choices(),
                     solver=m.solver,
                     common=m.allocator == "uniform",
-                    tokens=max(int(b * 4 / 1.5), 1) if paper and m.allocator == "uniform" else None,
+                    tokens=tokens,
                     extend=m.extend_lattice,
                 )
         except Infeasible as e:
@@ -236,10 +243,11 @@ class BoundMethod:
         ratio = self.t_ref is None
         heads, dim = arch.kv_heads, arch.head_dim
         held = [min(x.tokens or 0, reference) for x in layers]
-        left = [n - self.reserve(n, new) if n < reference else n - new for n in held]
+        whole = [demand.exact and n >= reference for n in held]
+        left = [n - new if w else n - self.reserve(n, new) for n, w in zip(held, whole, strict=True)]
         resident = sum(
-            int(layer_bytes(n, self._stored(x, full=x.tokens is not None and x.tokens >= reference), heads, dim))
-            for n, x in zip(left, layers, strict=True)
+            int(layer_bytes(n, self._stored(x, full=w), heads, dim))
+            for n, x, w in zip(left, layers, whole, strict=True)
         )
         return RoutingPlan(
             model=self.model_id,
@@ -303,7 +311,8 @@ class BoundMethod:
         plan = self.plan(tokens, new)
         specs = []
         for layer in plan.layers:
-            cap = layer.tokens if layer.tokens is not None else max(round(layer.keep * (tokens + new)), 1)
+            cap = layer.tokens if layer.tokens is not None else round(layer.keep * (tokens + new))
+            cap = max(cap, self.least)
             storage = self.method.storage(cap, layer.k_bits, layer.v_bits)
             if self.method.schedule == "every" and self.overshoot == "counted":
                 cap = self._growth(cap, tokens, new, storage)

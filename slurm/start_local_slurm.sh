@@ -192,8 +192,8 @@ fi
 give_up() {
   local log
   stop || true
-  for log in slurmctld slurmd; do
-    [ ! -s "$dir/log/$log.log" ] || grep -hE 'fatal|error' "$dir/log/$log.log" | tail -n 3 >&2 || true
+  for log in slurmctld slurmd; do # .log is the daemon's own, .out is what it printed before it had one
+    cat "$dir/log/$log.out" "$dir/log/$log.log" 2>/dev/null | grep -E 'fatal|error|denied|not found' | tail -n 3 >&2 || true
   done
   die "Slurm did not come up: $1 (logs in $dir/log)"
 }
