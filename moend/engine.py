@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one cell did with one example. Bytes are held bytes: after the prompt, at the end, at the peak between."""
+    """What one cell did with one example. Bytes are held bytes: after the prompt, at the end, the most and the mean."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -60,6 +60,7 @@ class Outcome:
     resident_bytes: int = 0
     resident_bytes_end: int = 0
     resident_bytes_peak: int = 0
+    resident_bytes_mean: float = 0.0
     eq1_bytes: int = 0
     full_bytes: int = 0
     entries: list[int] = field(default_factory=list)
@@ -105,7 +106,13 @@ class _Sequence:
     out: Outcome
     cache: CompressedCache
     generator: torch.Generator | None
-    logits: Tensor | None = None
+
+    def finish(self, cache: CompressedCache, slot: int) -> None:
+        """Record what its row of `cache` holds at the end, and whether it evicted on the way."""
+        self.out.resident_bytes_end = cache.resident_bytes(slot)
+        rows = [layer[slot] for layer in cache.rows]
+        self.out.resident_bytes_mean = sum(r.area for r in rows) / rows[0].fed
+        self.out.compressed |= any(r.n < r.seen for r in rows)
 
 
 class Engine:
@@ -152,18 +159,21 @@ class Engine:
             begin = time.perf_counter()
             prefilled = self._prefill(ids[:cut], jobs)
             prefill_seconds = time.perf_counter() - begin
-            sequences = self._fork(prefilled, jobs, rendered, new, generation, seed)
             prefill_bytes = sum(
                 t.nbytes for x in prefilled.layers for t in (x.keys, x.values, x.queries) if t is not None
             )
-            del prefilled
-            held = sum(s.out.resident_bytes for s in sequences)
-            for batch in self._batches(sequences):
+            batches = self._batches(self._fork(prefilled, jobs, rendered, new, generation, seed))
+            del prefilled  # it goes with the last fork
+            outcomes, held = [], 0
+            for batch in batches:
+                held = max(held, sum(s.out.resident_bytes for s in batch))
                 self._decode(batch, ids[cut:], gold, limit, rendered, generation)
-        for s in sequences:
-            s.out.prompt_tokens, s.out.compressed_tokens = len(ids), cut
-            s.out.prefill_seconds, s.out.peak_bytes = prefill_seconds, prefill_bytes + held
-        return [s.out for s in sequences]
+                outcomes += [s.out for s in batch]
+                del batch
+        for out in outcomes:
+            out.prompt_tokens, out.compressed_tokens = len(ids), cut
+            out.prefill_seconds, out.peak_bytes = prefill_seconds, prefill_bytes + held
+        return outcomes
 
     def _prefill(self, ids: list[int], jobs: Sequence[Job]) -> Prefilled:
         wanted = [made.last_queries for j in jobs if (made := j.method.method.make_scorer()) is not None]
@@ -178,22 +188,21 @@ class Engine:
         new: int,
         generation: Generation,
         seed: int,
-    ) -> list[_Sequence]:
-        made: dict[int, CompressedCache] = {}
-        out = []
-        tokens = prefilled.tokens()
+    ) -> Iterator[_Sequence]:
+        """Compress for one job after the other, each when it is asked for."""
+        tokens, method = prefilled.tokens(), None
         for job in jobs:
             begin = time.perf_counter()
-            method = job.method
-            if id(method) not in made:
-                made[id(method)] = method.fork(
+            if method is not job.method:  # the draws of one cell follow each other and share its compression
+                method = job.method
+                made = method.fork(
                     prefilled,
                     new,
                     seed=stable_seed(seed, rendered.sample.id),
                     rotary=rotations(self.model) if method.needs_rotary else None,
                     scaling=self.scaling,
                 )
-            cache = made[id(method)].fork()
+            cache = made.fork()
             rows = [layer[0] for layer in cache.rows]
             full = self.arch.full_bytes(tokens)
             result = Outcome(
@@ -211,21 +220,21 @@ class Engine:
             generator = None
             if generation.temperature > 0:
                 generator = torch.Generator().manual_seed(stable_seed(seed, rendered.sample.id, job.draw))
-            out.append(_Sequence(job, result, cache, generator))
-        return out
+            yield _Sequence(job, result, cache, generator)
 
-    def _batches(self, sequences: list[_Sequence]) -> list[list[_Sequence]]:
-        batches: list[list[_Sequence]] = []
+    def _batches(self, sequences: Iterator[_Sequence]) -> Iterator[list[_Sequence]]:
+        """What decodes together: as many as fit `max_bytes`, or one. The next wait uncompressed until that is done."""
+        batch: list[_Sequence] = []
         size = 0
         for s in sequences:
             more = s.out.resident_bytes
-            if batches and self.fuse and (self.max_bytes is None or size + more <= self.max_bytes):
-                batches[-1].append(s)
-                size += more
-            else:
-                batches.append([s])
-                size = more
-        return batches
+            if batch and not (self.fuse and (self.max_bytes is None or size + more <= self.max_bytes)):
+                yield batch
+                batch, size = [], 0
+            batch.append(s)
+            size += more
+        if batch:
+            yield batch
 
     def _decode(
         self,
@@ -238,10 +247,13 @@ class Engine:
     ) -> None:
         begin = time.perf_counter()
         cache = CompressedCache.join([s.cache for s in batch])
-        logits = self._feed(cache, batch, rest)[:, -1]
+        last: list[Tensor] = [torch.empty(0)] * len(batch)
+        for slots, _, part in self._feed(cache, rest, batch):
+            for slot, row in zip(slots, part, strict=True):
+                last[slot] = row[-1]
+        logits = torch.stack(last)
         if gold:
-            fork = cache.fork() if limit else cache
-            self._judge(fork, [] if limit else batch, batch, logits, gold)
+            self._judge(cache.fork() if limit else cache, batch, logits, gold, count=not limit)
         live = list(range(len(batch)))
         for step in range(limit):
             picked = [_pick(row, batch[i].generator, generation) for row, i in zip(logits, live, strict=True)]
@@ -256,7 +268,7 @@ class Engine:
                 elif step + 1 < limit:
                     going.append(slot)
                     continue
-                s.out.resident_bytes_end = cache.resident_bytes(slot)
+                s.finish(cache, slot)
             if len(going) < len(live):
                 cache, live = cache.take(going), [live[g] for g in going]
             if not live:
@@ -265,7 +277,7 @@ class Engine:
             logits = self._forward(cache, [batch[i] for i in live], feed)[:, -1]
         if not limit:
             for slot, s in enumerate(batch):
-                s.out.resident_bytes_end = cache.resident_bytes(slot)
+                s.finish(cache, slot)
         seconds = time.perf_counter() - begin
         for s in batch:
             s.out.new_tokens, s.out.fused_rows = len(s.out.token_ids), len(batch)
@@ -274,17 +286,24 @@ class Engine:
             for stop in rendered.stop:
                 s.out.text = s.out.text.split(stop)[0] if stop in s.out.text else s.out.text
 
-    def _feed(self, cache: CompressedCache, batch: list[_Sequence], tokens: list[int]) -> Tensor:
-        """Feed the same tokens to all rows, as many at a time as every row has room for: logits (B, len, V)."""
-        out, start = [], 0
-        while start < len(tokens):
-            room = cache.room()
-            stop = len(tokens) if room is None else min(start + room, len(tokens))
-            stop = min(stop, start + self.chunk)
-            part = torch.tensor([tokens[start:stop]], device=self.loaded.device)
-            out.append(self._forward(cache, batch, part.expand(len(cache.rows[0]), -1)))
-            start = stop
-        return torch.cat(out, dim=1)
+    def _feed(
+        self, cache: CompressedCache, tokens: list[int], batch: list[_Sequence], *, count: bool = True
+    ) -> Iterator[tuple[list[int], int, Tensor]]:
+        """Feed the same tokens to all rows, piece by piece: (slots, offset in tokens, logits (slots, q, V)).
+
+        Rows with room for all go together, the others alone in pieces that they have room for: what a row computes
+        does not depend on its company. count: whether the bytes held meanwhile count for their cells.
+        """
+        rooms = [cache.room(slot) for slot in range(len(batch))]
+        wide = [slot for slot, room in enumerate(rooms) if room is None or room >= len(tokens)]
+        for slots in [*([wide] if wide else []), *([s] for s in range(len(batch)) if s not in wide)]:
+            part, start = cache.take(slots), 0
+            while start < len(tokens):
+                room = part.room()
+                stop = min(len(tokens), start + self.chunk, start + (len(tokens) if room is None else room))
+                ids = torch.tensor([tokens[start:stop]], device=self.loaded.device).expand(len(slots), -1)
+                yield slots, start, self._forward(part, [batch[s] for s in slots] if count else [], ids)
+                start = stop
 
     def _forward(self, cache: CompressedCache, batch: list[_Sequence], ids: Tensor) -> Tensor:
         seen = cache.get_seq_length()
@@ -293,20 +312,28 @@ class Engine:
             input_ids=ids, position_ids=positions, use_cache=True, **{cache_argument(self.model): cache}
         ).logits
         for slot, s in enumerate(batch):
-            s.out.resident_bytes_peak = max(s.out.resident_bytes_peak, cache.resident_bytes(slot))
+            s.out.resident_bytes_peak = max(s.out.resident_bytes_peak, cache.peak_bytes(slot))
         return logits
 
     def _judge(
-        self, cache: CompressedCache, tracked: list[_Sequence], batch: list[_Sequence], first: Tensor, gold: list[int]
+        self, cache: CompressedCache, batch: list[_Sequence], first: Tensor, gold: list[int], *, count: bool
     ) -> None:
         """Teacher-forced: mean negative log-likelihood of the gold tokens, and the share that greedy would hit."""
-        logits = first[:, None]
-        if len(gold) > 1:
-            logits = torch.cat([logits, self._feed(cache, tracked, gold[:-1])], dim=1)
-        target = torch.tensor(gold, device=logits.device)
-        for s, row in zip(batch, logits.float(), strict=True):
-            s.out.answer_nll = float(torch.nn.functional.cross_entropy(row, target))
-            s.out.token_accuracy = float((row.argmax(-1) == target).float().mean())
+        target = torch.tensor(gold, device=first.device)
+        loss, hits = torch.zeros(len(batch)), torch.zeros(len(batch))
+
+        def add(slots: list[int], logits: Tensor, start: int) -> None:
+            for slot, row in zip(slots, logits.float(), strict=True):
+                wanted = target[start : start + len(row)]
+                loss[slot] += torch.nn.functional.cross_entropy(row, wanted, reduction="sum").cpu()
+                hits[slot] += (row.argmax(-1) == wanted).sum().cpu()
+
+        add(list(range(len(batch))), first[:, None], 0)
+        for slots, start, logits in self._feed(cache, gold[:-1], batch, count=count):
+            add(slots, logits, start + 1)
+        for slot, s in enumerate(batch):
+            s.out.answer_nll = float(loss[slot]) / len(gold)
+            s.out.token_accuracy = float(hits[slot]) / len(gold)
 
     def _stopped(self, s: _Sequence, rendered: Rendered) -> bool:
         text = self._text(s.out.token_ids)
@@ -324,7 +351,7 @@ def _pick(logits: Tensor, generator: torch.Generator | None, generation: Generat
     """Greedy, or one draw from the smallest set of tokens whose probability reaches top_p."""
     if generator is None:
         return int(logits.argmax())
-    probs = torch.softmax(logits.double().cpu() / generation.temperature, dim=-1)
+    probs = torch.softmax(logits.cpu().double() / generation.temperature, dim=-1)
     ordered, index = probs.sort(descending=True, stable=True)
     ordered[ordered.cumsum(0) - ordered >= generation.top_p] = 0.0
     return int(index[torch.multinomial(ordered, 1, generator=generator)])

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moend.cache import CompressedCache, attention_of, cache_argument, prefill
+from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument, prefill
 from moend.calibration.artefact import Artefact
 from moend.engine import attention_scaling, rotations
 from moend.errors import UserError
-from moend.methods import Method, Protocol, bind
+from moend.methods import BoundMethod, Method, Protocol, bind
 from moend.methods import method as named
 from moend.plan import Arch, Budget, RoutingPlan
 
@@ -52,9 +53,12 @@ def compress(
 
     method: a name of conf/method or a Method. budget: as on the command line (512, "10%", "64MiB"). plan: a routing
     plan instead of solving one. calibration: artefacts by kind, or a folder of them as `pipelines.calibrate` leaves it.
-    max_new_tokens: what will be generated at most, so that less room needs to be kept free (None: the method's beta).
+    max_new_tokens: what will be generated at most (None: no limit is known, so methods that evict while decoding keep
+    their caps up to the model's last position; nothing is compressed only where all of that fits the budget).
     store_dtype: of 16-bit entries (None: the model's own if it has 16 bits, else bfloat16). Left-padded batches work;
-    the model's attention function and forward are restored at the end, errors included.
+    the model's attention function and forward are restored at the end, errors included. Of nested contexts the inner
+    one holds. `generate(prefill_chunk_size=...)` would compress after its first chunk: leave it unset, the prompt is
+    fed in chunks anyway.
     """
     chosen = named(method) if isinstance(method, str) else method
     artefacts = _artefacts(calibration)
@@ -77,6 +81,17 @@ def compress(
     made = chosen.make_scorer()
     name = cache_argument(model)
 
+    def follow(tokens: int) -> tuple[BoundMethod, int]:
+        """The method fitted to a prompt of this length, and how many tokens may follow it."""
+        if max_new_tokens is not None or chosen.schedule == "prompt":
+            return bound, max_new_tokens or chosen.beta
+        # Caps must hold for as long as the model can go on; shares then refer to four budgets, as for any long
+        # generation (`methods.reference_length`).
+        positions = bound.arch.max_positions
+        share = 4 * bound.budget.to_bytes(bound.arch, tokens) // bound.arch.full_bytes(1)
+        fitted = bound if bound.t_ref is not None else replace(bound, t_ref=max(min(share, positions), 2), _plans={})
+        return fitted, max(positions - tokens, 1)
+
     def compress_prompt(module: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         cache = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get("past_key_values")
         if isinstance(cache, CompressedCache) or kwargs.get("use_cache") is False:
@@ -89,24 +104,24 @@ def compress(
         if ids is None:
             raise UserError("moend.compress needs input_ids (prompts given as inputs_embeds are not supported)")
         mask: Tensor | None = kwargs.get("attention_mask")
-        new = max_new_tokens or chosen.beta
         if ids.shape[1] > 1:
             shorter = None if mask is None else mask[:, : ids.shape[1] - 1]
             done = prefill(model, ids[:, :-1], shorter, last_queries=made.last_queries if made else 0)
-            rotation = rotations(model) if bound.needs_rotary else None
-            caches = [
-                bound.fork(done, new, seed=seed, row=r, rotary=rotation, scaling=scaling) for r in range(ids.shape[0])
-            ]
-            full = CompressedCache.join(caches)
         else:
-            full = CompressedCache.empty(bound.arch, ids.shape[0], store_dtype, model.config, ids.device)
+            done = Prefilled.empty(bound.arch, ids, model.config)
+        rotation = rotations(model) if bound.needs_rotary else None
+        caches = []
+        for r in range(ids.shape[0]):
+            fitted, new = follow(done.tokens(r))
+            caches.append(fitted.fork(done, new, seed=seed, row=r, rotary=rotation, scaling=scaling))
+        full = CompressedCache.join(caches)
         seen = torch.tensor([[r.seen] for r in full.rows[0]], device=ids.device)
         kwargs.pop("past_key_values", None)
         kwargs.pop("cache_position", None)
         return args, {**kwargs, "input_ids": ids[:, -1:], "position_ids": seen, "use_cache": True, name: full}
 
     with attention_of(model):
-        handle = model.register_forward_pre_hook(compress_prompt, with_kwargs=True)
+        handle = model.register_forward_pre_hook(compress_prompt, prepend=True, with_kwargs=True)
         try:
             yield
         finally:

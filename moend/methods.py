@@ -46,7 +46,7 @@ class Method:
     n_sink: int = 4
     recent: int = 32
     group: int = 64
-    window: int | None = None  # None: one group
+    window: int | None = None  # None: one group, at most an eighth of the cap
     cost: Literal["resident", "eq1"] = "resident"
     solver: Literal["exact", "greedy", "greedy_paper"] = "exact"
     table: Literal["sensitivity", "kl"] = "sensitivity"
@@ -76,8 +76,8 @@ class Method:
             raise UserError(f"method.window must be >= 0 or null, got {self.window}")
         if not all(0 < k <= 1 for k in self.keeps) or not self.keeps:
             raise UserError(f"method.keeps must be shares in (0, 1], got {list(self.keeps)}")
-        if isinstance(self.t_ref, str) and self.t_ref not in ("auto", "sample"):
-            raise UserError(f"method.t_ref must be auto, sample or a number of tokens, got '{self.t_ref}'")
+        if self.t_ref not in ("auto", "sample") and (not isinstance(self.t_ref, int) or self.t_ref < 2):
+            raise UserError(f"method.t_ref must be auto, sample or a number of tokens >= 2, got {self.t_ref!r}")
         if set(self.precision) != {"k_bits", "v_bits"}:
             raise UserError(f"method.precision has the keys k_bits and v_bits, got {sorted(self.precision)}")
         if (self.allocator == "all") != (self.scorer is None):
@@ -108,12 +108,16 @@ class Method:
         return scorer(params.pop("name"), **params)
 
     def storage(self, cap: int, k_bits: int, v_bits: int) -> Storage:
-        """How a layer with this cap is stored: K groups of 32 tokens where the cap is below 256."""
+        """How a layer with this cap is stored: K groups of 32 tokens where the cap is below 256.
+
+        The 16-bit window is one group, but at most an eighth of the cap: it is paid for in tokens.
+        """
         group = min(self.group, 32) if cap < 256 else self.group
+        window = min(group, cap // 8) if self.window is None else self.window
         form: Literal["none", "shared", "per_head"] = "none"
         if (made := self.make_scorer()) is not None:
             form = "per_head" if made.per_head else "shared"
-        return Storage(k_bits, v_bits, group, group if self.window is None else self.window, form)
+        return Storage(k_bits, v_bits, group, window, form)
 
 
 METHOD_FOLDERS = (Path(__file__).parents[1] / "conf" / "method",)
@@ -176,6 +180,17 @@ class BoundMethod:
     revision: str = ""
     given: RoutingPlan | None = None
     _plans: dict[tuple[int, int, int], RoutingPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.given is not None:
+            if len(self.given.layers) != self.arch.layers:
+                raise UserError(f"the plan has {len(self.given.layers)} layers, the model has {self.arch.layers}")
+            if any(x.head_tokens is not None for x in self.given.layers):
+                raise UserError("the plan sets head_tokens; only plans per layer are supported")
+        for kind, artefact in self.artefacts.items():
+            made_for = {k: v for k, v in artefact.identity.get("arch", {}).items() if k != "max_positions"}
+            if wrong := [f"{k}: has {v}, needs {n}" for k, v in made_for.items() if v != (n := getattr(self.arch, k))]:
+                raise UserError(f"the {kind} calibration is of another model: {'; '.join(wrong)}")
 
     @property
     def overshoot(self) -> Literal["counted", "paper"]:
@@ -281,12 +296,12 @@ class BoundMethod:
         return self.artefacts[kind]
 
     def fits(self, tokens: int, new: int) -> bool:
-        """Whether all of prompt and output at 16 bit fits the budget: then nothing is compressed."""
+        """Whether all of prompt and output at 16 bit fits the budget, or it is 100 %: then nothing is compressed."""
         if self.method.allocator == "all" and not self._quantises():
             return True
-        return not self.method.always_quantise and self.arch.full_bytes(tokens + new) <= self.budget.to_bytes(
-            self.arch, tokens
-        )
+        room = self.budget.to_bytes(self.arch, tokens)
+        everything = self.budget == Budget("ratio", 1.0) or self.arch.full_bytes(tokens + new) <= room
+        return everything and not self.method.always_quantise
 
     def _bit_choices(self) -> tuple[Sequence[int], Sequence[int]]:
         k, v = (self.method.precision[side] for side in ("k_bits", "v_bits"))
@@ -316,7 +331,7 @@ class BoundMethod:
             storage = self.method.storage(cap, layer.k_bits, layer.v_bits)
             if self.method.schedule == "every" and self.overshoot == "counted":
                 cap = self._growth(cap, tokens, new, storage)
-            if cap >= tokens + new:
+            if cap >= tokens + new or self.method.allocator == "all":
                 specs.append(LayerSpec(EVERYTHING, storage))
             elif self.method.schedule == "prompt":
                 specs.append(LayerSpec(cap, storage))
@@ -334,7 +349,8 @@ class BoundMethod:
         """
         heads, dim = self.arch.kv_heads, self.arch.head_dim
         reserve, top = self.reserve(cap, new), min(cap, tokens + new)
-        if not storage.quantised or tokens >= cap - reserve:
+        whole = self.t_ref is None and self.given is None and cap >= tokens + new  # was costed as it will grow
+        if whole or not storage.quantised or tokens >= cap - reserve:
             return cap
         planned = peak_layer_bytes(cap, reserve, storage, heads, dim)
         while top > tokens and peak_layer_bytes(top, top - tokens, storage, heads, dim) > planned:
@@ -353,9 +369,10 @@ class BoundMethod:
     ) -> CompressedCache:
         """The cache this method keeps of a prefilled prompt, ready to decode up to `new` tokens."""
         made = self.method.make_scorer()
-        statistics = None
+        statistics, calibrated = None, ""
         if made is not None and made.statistics:
-            statistics = self.artefact(made.statistics).tensors
+            artefact = self.artefact(made.statistics)
+            statistics, calibrated = artefact.tensors, artefact.key
 
         def selector(layer: int) -> Selector:
             return Selector(
@@ -373,7 +390,7 @@ class BoundMethod:
             prefilled,
             self.specs(prefilled.tokens(row), new),
             selector,
-            score_key=(repr(made), seed),
+            score_key=(repr(made), calibrated, seed),
             dtype=self.store_dtype,
             row=row,
         )

@@ -168,6 +168,14 @@ class LayerPlan:
     v_bits: int = 16
     head_tokens: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.keep, int | float) or not 0 < self.keep <= 1:
+            raise UserError(f"a layer's keep must be a share in (0, 1], got {self.keep!r}")
+        if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
+            raise UserError(f"a layer's tokens must be a whole number >= 1 or null, got {self.tokens!r}")
+        if self.k_bits not in BITS or self.v_bits not in BITS:
+            raise UserError(f"a layer's bits must be among {BITS}, got {self.k_bits!r} and {self.v_bits!r}")
+
 
 @dataclass(frozen=True)
 class RoutingPlan:
@@ -205,5 +213,5 @@ class RoutingPlan:
                 for x in data.pop("layers")
             )
             return cls(layers=layers, **data)
-        except (TypeError, KeyError) as e:
+        except (TypeError, KeyError, UserError) as e:
             raise UserError(f"{source} is not a plan of schema 1: {e}") from None

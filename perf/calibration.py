@@ -1,6 +1,6 @@
 """Time of the sensitivity table against one plain forward pass on the same prompt, in one run: prints one JSON object.
 
-`python perf/calibration.py` uses random weights in the embedded model's shape; `--model smollm2_135m` the model itself
+`python -m perf.calibration` uses random weights in the embedded model's shape; `--model smollm2_135m` the model itself
 (any name of conf/model whose weights are here). Each ratio is table / forward: the median over rounds that time both
 in turn. A table includes its prefill and, for trig, the query statistics where it says so.
 """

@@ -1,4 +1,4 @@
-"""Time and quality of the solvers on 28 layers x 54 configurations: `python perf/solver.py` prints one JSON object.
+"""Time and quality of the solvers on 28 layers x 54 configurations: `python -m perf.solver` prints one JSON object.
 
 Milliseconds are the median and the worst over tables and budgets; `excess` is how far above the optimum greedy ends.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,6 +78,8 @@ def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) ->
     folder = plan.store.report(f"plan_{cell.facts.method}_{cell.config.budget}_{cell.key[:6]}")
     for path in write(cell, routed, folders, folder):
         say(console, str(path))
+    name, given = cell.facts.method, terminal.budget(cell.config.budget)
+    say(console, f"in a script: moend.compress(model, '{name}', '{given}', calibration='{folder}')")
 
 
 def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
@@ -96,17 +99,20 @@ def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
     say(console, f"predicted: {size(predicted['eq1_bytes'])} by eq. 1, {size(predicted['resident_bytes'])} resident")
     say(console, f"budget: {terminal.budget(str(Budget.parse(plan['budget'])))}, protocol {plan['protocol']}")
     if plan["objective"] is not None:
-        gap = "" if plan["gap"] is None else f", at most {plan['gap']:.3g} above the optimum"
+        gap = ", proven optimal" if plan["gap"] == 0 else f", at most {plan['gap']:.3g} of it above the optimum"
         say(console, f"solver {plan['solver']}: summed sensitivity {plan['objective']:.4f}{gap}")
 
 
 def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Path) -> list[Path]:
-    """plan.json, the routing map, and the sensitivity landscape where there is one."""
+    """plan.json, the artefacts, the routing map, and the sensitivity landscape where there is one."""
     from pipelines.figures import routing_map, sensitivity
 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "plan.json", plan)
     made = [folder / "plan.json"]
+    for kind, source in folders.items():  # the few KiB that a script needs beside the model
+        shutil.copytree(source, folder / kind, dirs_exist_ok=True)
+        made.append(folder / kind)
     title = f"{cell.facts.method} at {terminal.budget(cell.config.budget)}, {cell.facts.model}"
     if routing_map.draw([(title, plan)], folder / "routing_map.png"):
         made.append(folder / "routing_map.png")

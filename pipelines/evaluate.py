@@ -347,6 +347,7 @@ class _Session:
                     "resident_bytes": out.resident_bytes,
                     "resident_bytes_end": out.resident_bytes_end,
                     "resident_bytes_peak": out.resident_bytes_peak,
+                    "resident_bytes_mean": out.resident_bytes_mean,
                     "full_bytes": out.full_bytes,
                     "requested": [min(s.tokens, out.compressed_tokens) for s in specs],
                     "entries": out.entries,

@@ -47,8 +47,10 @@ def launch(points: Sequence[Point], args: Sequence[str]) -> int:
     write_json(manifest, planner.manifest(plan, args, "run"))
     if alone and alone.state in ("blocked", "infeasible"):
         raise UserError(alone.reason)
-    report.show(plan.store, plan.name, console)
-    report.write(plan.store, plan.name)
+    found = report.show(plan.store, plan.name, console)
+    differences = report.compared(plan.store, found)
+    report.show_deltas(differences, console)
+    report.write(plan.store, plan.name, differences)
     tracking.publish(plan.store, plan.name, config.tracking, [c.key for c in fresh if c.state == "done"])
     _epilogue(plan, args, console)
     if any(c.state == "failed" for c in plan.cells):

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moend.errors import UserError, unknown
+from moend.statistics import Difference
 from pipelines import results
 from pipelines.compose import explain
+from pipelines.deltas import ABLATIONS, Delta, Scored, deltas
 from pipelines.identity import differences
 from pipelines.store import CorruptRecords, Store, read_json, write_atomic, write_json
 from pipelines.terminal import budget, console, question, say, size
@@ -28,8 +30,8 @@ USAGE = """Tables and figures of a sweep, from its files alone.
   paths.store  where it was run
   rescore      true: compute the scores again from the records, without a model
 
-Writes table.csv, table.md and figures to <store>/reports/<sweep>/. Exit codes: 0 complete, 2 a mistake in the command,
-3 some cells are incomplete."""
+Writes table.csv, deltas.csv (paired differences of all methods), table.md and figures to
+<store>/reports/<sweep>/. Exit codes: 0 complete, 2 a mistake in the command, 3 some cells are incomplete."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,12 @@ HEADER = (
     "model", "benchmark", "question", "method", "budget", "variant", "score", "low", "high", "metric", "answer_nll",
     "token_accuracy", "n", "eq1_bytes", "resident_bytes", "resident_bytes_peak", "full_bytes", "compression",
     "tokens_per_second", "fused", "key", "state",
+)  # fmt: skip
+
+
+DELTA_HEADER = (
+    "model", "benchmark", "question", "variant", "budget", "method", "minus", "ablation", "score", "low", "high", "p",
+    "p_holm", "test", "n", "answer_nll", "answer_nll_low", "answer_nll_high",
 )  # fmt: skip
 
 
@@ -171,8 +179,59 @@ def show(store: Store, name: str, to: Console) -> list[Row]:
     return found
 
 
-def write(store: Store, name: str) -> list[Path]:
-    """Write table.csv, table.md and figures; returns their paths."""
+def compared(store: Store, found: Sequence[Row]) -> list[Delta]:
+    """Paired differences of the complete cells."""
+    return deltas(
+        [
+            Scored(
+                group=(row.info["model"], *_columns(row)[:2], row.variant, _columns(row)[3]),
+                method=row.info["method"],
+                is_full=row.payload["budget"] is None,
+                records=store.cell(row.key).records,
+            )
+            for row in found
+            if row.result is not None
+        ]
+    )
+
+
+DELTA_TITLES = ("benchmark", "question", "budget", "difference", "score [95 % interval]", "p (Holm)", "answer NLL")
+
+
+def ablations(found: Sequence[Delta]) -> list[list[str]]:
+    """The differences that say which axis of routing matters, as people read them."""
+    out = []
+    order = {group: i for i, group in enumerate(dict.fromkeys(d.group for d in found))}
+    for d in sorted(found, key=lambda d: (order[d.group], [*ABLATIONS.values()].index(d.name) if d.name else 0)):
+        if d.name:
+            benchmark, asked, variant, given = d.group[1:]
+            nll = "" if d.nll is None else f"{d.nll.value:+.3f} {_span(d.nll)}"
+            label = f"{d.name}: {d.method} - {d.other}"
+            where = given + (f" {variant}" if variant else "")
+            score = f"{d.score.value:+.3f} {_span(d.score)}"
+            out.append([benchmark, asked, where, label, score, f"{d.p:.3g}", nll])
+    return out
+
+
+def _span(d: Difference) -> str:
+    return "[no interval]" if d.low is None else f"[{d.low:+.3f}, {d.high:+.3f}]"
+
+
+def show_deltas(found: Sequence[Delta], to: Console) -> None:
+    """Print the ablations, where the sweep has any."""
+    lines = ablations(found)
+    if not lines:
+        return
+    table = Table(*DELTA_TITLES, box=None, title="paired differences", title_justify="left", header_style="bold")
+    for i in (4, 5, 6):
+        table.columns[i].justify = "right"
+    for line in lines:
+        table.add_row(*line)
+    to.print(table)
+
+
+def write(store: Store, name: str, differences: Sequence[Delta]) -> list[Path]:
+    """Write table.csv, deltas.csv, table.md and figures; returns their paths."""
     manifest = store.read_manifest(name)
     found = rows(store, manifest)
     folder = store.report(manifest["name"])
@@ -185,8 +244,21 @@ def write(store: Store, name: str) -> list[Path]:
     lines = [f"# {manifest['name']}", "", f"`{manifest['command']}`, {manifest['created']}", ""]
     lines += ["| " + " | ".join(("model", *TITLES)) + " |", "|" + "---|" * (len(TITLES) + 1)]
     lines += ["| " + " | ".join([row.info["model"], *_cells(row)]) + " |" for row in found]
-    write_atomic(folder / "table.md", "\n".join([*lines, "", *(f"{n}\n" for n in notes(found))]))
-    return [folder / "table.csv", folder / "table.md", *_figures(store, found, folder)]
+    lines += ["", *(f"{n}\n" for n in notes(found))]
+    if chain := ablations(differences):
+        lines += ["## Paired differences", "", "| " + " | ".join(DELTA_TITLES) + " |", "|" + "---|" * len(DELTA_TITLES)]
+        lines += ["| " + " | ".join(line) + " |" for line in chain]
+    write_atomic(folder / "table.md", "\n".join(lines) + "\n")
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(DELTA_HEADER)
+    for d in differences:
+        of_nll = (None, None, None) if d.nll is None else (d.nll.value, d.nll.low, d.nll.high)
+        tested = (d.score.value, d.score.low, d.score.high, d.score.p, d.p, d.score.test, d.score.n)
+        writer.writerow((*d.group, d.method, d.other, d.name, *tested, *of_nll))
+    write_atomic(folder / "deltas.csv", buffer.getvalue())
+    made = [folder / name for name in ("table.csv", "deltas.csv", "table.md")]
+    return [*made, *_figures(store, found, folder)]
 
 
 def _figures(store: Store, found: Sequence[Row], folder: Path) -> list[Path]:
@@ -201,7 +273,9 @@ def _figures(store: Store, found: Sequence[Row], folder: Path) -> list[Path]:
         path = store.cell(row.key).folder / "plan.json"
         plan = read_json(path) if path.exists() else {"layers": []}
         if len({str(x) for x in plan["layers"]}) > 1:
-            title = f"{row.info['method']} at {budget(row.payload['budget'])}, {row.info['model']}"
+            benchmark, asked, method, given = _columns(row)
+            mode = "" if asked == "-" else f", question {asked}"
+            title = f"{method} at {given}, {row.info['model']}, {benchmark}{mode}"
             seen = plans.setdefault(row.info["model"], [])
             if all(p["layers"] != plan["layers"] for _, p in seen):
                 seen.append((title, plan))
@@ -278,7 +352,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             n = rescore(store, manifest)
             say(to, f"scores computed again from the records: {n} of {len(manifest['cells'])} results changed")
         found = show(store, manifest["name"], to)
-        for path in write(store, manifest["name"]):
+        differences = compared(store, found)
+        show_deltas(differences, to)
+        for path in write(store, manifest["name"], differences):
             say(to, str(path))
         missing = [r for r in found if r.state.startswith(("incomplete", "failed", "blocked"))]
         if missing:

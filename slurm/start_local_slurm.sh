@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Brings up a throw-away Slurm of one node, on loopback only, for tests and for trying out. See README.md beside this file.
+# Brings up a throw-away Slurm of one node, on loopback only, for tests and for trying out (README.md beside this file).
 set -euo pipefail
 
 name=${0##*/}
@@ -43,7 +43,8 @@ done
 # ------------------------------------------------------------------------------------------------- what must be there
 PATH=$PATH:/usr/sbin:/sbin # where Debian puts the daemons; not on the path of ordinary users
 missing='' packages=''
-for pair in slurmctld:slurmctld slurmd:slurmd {sbatch,squeue,sinfo,scancel,scontrol,srun}:slurm-client flock:util-linux; do
+for pair in slurmctld:slurmctld slurmd:slurmd {sbatch,squeue,sinfo,scancel,scontrol,srun}:slurm-client \
+  flock:util-linux; do
   command -v "${pair%%:*}" >/dev/null && continue
   missing+=" ${pair%%:*}"
   [[ $packages == *" ${pair#*:}"* ]] || packages+=" ${pair#*:}"
@@ -56,7 +57,8 @@ dir=${dir:-${TMPDIR:-/tmp}/local-slurm-$(id -u)}
 mkdir -p "$dir" || die "cannot make the folder $dir"
 [ -O "$dir" ] || die "$dir belongs to another user"
 dir=$(cd "$dir" && pwd -P)
-[[ $dir =~ ^[A-Za-z0-9_./+@~-]+$ ]] || die "slurm.conf cannot hold the folder name '$dir': letters, digits and _./+@~- only" 2
+[[ $dir =~ ^[A-Za-z0-9_./+@~-]+$ ]] ||
+  die "slurm.conf cannot hold the folder name '$dir': letters, digits and _./+@~- only" 2
 [ ${#dir} -le $max_dir ] || die "the folder name $dir is longer than $max_dir characters; take a shorter one" 2
 mkdir -p "$dir"/{state,spool,log}
 
@@ -193,7 +195,8 @@ give_up() {
   local log
   stop || true
   for log in slurmctld slurmd; do # .log is the daemon's own, .out is what it printed before it had one
-    cat "$dir/log/$log.out" "$dir/log/$log.log" 2>/dev/null | grep -E 'fatal|error|denied|not found' | tail -n 3 >&2 || true
+    cat "$dir/log/$log.out" "$dir/log/$log.log" 2>/dev/null |
+      grep -E 'fatal|error|denied|not found' | tail -n 3 >&2 || true
   done
   die "Slurm did not come up: $1 (logs in $dir/log)"
 }

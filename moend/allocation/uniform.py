@@ -34,5 +34,6 @@ def largest(demand: Demand, k_bits: int, v_bits: int) -> int:
         if n == least:
             what = "one entry per head fits" if least == 1 else f"{least} entries per head fit"
             raise Infeasible(f"not even {what}", f"{over + demand.total}B")
-        step = max(-(-over // (layers * freed)), 1)
-        n = max(n - step, 256 if n > 256 else least)  # groups and window change at 256 entries: never step over it
+        # Groups and window change at 256 entries, positions and growth at the reference: one entry may free more there.
+        step = 1 if n in (256, demand.reference) else max(-(-over // (layers * freed)), 1)
+        n = max(n - step, 256 if n > 256 else least)

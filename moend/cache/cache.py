@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from moend.cache.attention import NAME, QUERY_BLOCK
 from moend.cache.row import Row
 from moend.errors import UserError
-from moend.plan import Arch, Storage
 
 
 class CaptureLayer(CacheLayerMixin):
@@ -173,18 +172,6 @@ class CompressedCache(Cache):
         return [layer.rows for layer in self.layers]
 
     @classmethod
-    def empty(cls, arch: Arch, batch: int, dtype: torch.dtype, config: Any, device: torch.device) -> CompressedCache:
-        """Nothing held yet: the cache of prompts of one token, which is fed next."""
-        nothing = torch.zeros(arch.kv_heads, 0, arch.head_dim, device=device)
-        return cls(
-            [
-                [Row(nothing, nothing, None, Storage(), seen=0, dtype=dtype) for _ in range(batch)]
-                for _ in range(arch.layers)
-            ],
-            config,
-        )
-
-    @classmethod
     def join(cls, caches: Sequence[CompressedCache]) -> CompressedCache:
         """One cache whose batch is all of theirs, one after the other."""
         return cls(
@@ -204,11 +191,16 @@ class CompressedCache(Cache):
         """Bytes of every tensor held (codes, scales, zero points, 16-bit entries, positions), of a sequence or all."""
         return sum(r.bytes for layer in self.rows for i, r in enumerate(layer) if row is None or i == row)
 
+    def peak_bytes(self, row: int) -> int:
+        """The most a sequence held between any two tokens of the last feed, however many came at once (see `room`)."""
+        return max(self.resident_bytes(row), sum(layer[row].crest for layer in self.rows))
+
     def entries(self, row: int = 0) -> list[int]:
         """Entries per KV head in each layer."""
         return [layer[row].n for layer in self.rows]
 
-    def room(self) -> int | None:
-        """How many tokens may be fed at once without passing a cap; None: any number."""
-        rooms = [room for layer in self.rows for r in layer if (room := r.room()) is not None]
+    def room(self, row: int | None = None) -> int | None:
+        """How many tokens may be fed at once (see `Row.room`), to one sequence or to all; None: any number."""
+        held = [r for layer in self.rows for i, r in enumerate(layer) if row is None or i == row]
+        rooms = [room for r in held if (room := r.room()) is not None]
         return min(rooms) if rooms else None

@@ -12,22 +12,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moend.errors import UserError
 from moend.plan import v_group
 
 # float16 has 11 significant bits: moving a value by 2^-10 of itself (or the smallest subnormal) before rounding to
 # nearest guarantees the side on which the rounded value lies.
-_MARGIN, _TINY = 2.0**-10, 6.0e-8
+_MARGIN, _TINY, _LARGEST = 2.0**-10, 6.0e-8, 65504.0
 
 
 def _range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(step, zero) in float16 with zero <= low and zero + (2^bits - 1) * step >= high."""
-    zero = (low - low.abs() * _MARGIN - _TINY).to(torch.float16)
-    step = ((high - zero.float()) / (2**bits - 1) * (1 + _MARGIN) + _TINY).to(torch.float16)
+    """(step, zero) in float16 with zero <= low and zero + (2^bits - 1) * step >= high; beyond its range, clipped."""
+    zero = (low - low.abs() * _MARGIN - _TINY).clamp(-_LARGEST, _LARGEST).to(torch.float16)
+    step = ((high - zero.float()) / (2**bits - 1) * (1 + _MARGIN) + _TINY).clamp(max=_LARGEST).to(torch.float16)
     return step, zero
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes (..., d) -> bytes (..., d * bits / 8): the channels in 8/bits equal parts, one per bit field."""
+    if codes.shape[-1] % (8 // bits):
+        raise UserError(f"{bits} bits need heads of a multiple of {8 // bits} dimensions, got {codes.shape[-1]}")
     parts = codes.chunk(8 // bits, dim=-1)
     packed = parts[0].clone()
     for i, part in enumerate(parts[1:], 1):

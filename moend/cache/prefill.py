@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from moend.cache.attention import attention_of
 from moend.cache.cache import CaptureLayer, CompressedCache
 from moend.cache.row import PROMPT_ONLY, Row, Schedule, gather
-from moend.cache.select import Selector, select
+from moend.cache.select import Selector
 from moend.errors import UserError
-from moend.plan import Storage
+from moend.plan import Arch, Storage
 from moend.rope import depends_on_length
 
 
@@ -41,6 +41,14 @@ class Prefilled:
     valid: Tensor | None
     config: Any
     _scores: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def empty(cls, arch: Arch, input_ids: Tensor, config: Any) -> Prefilled:
+        """Nothing captured yet: what precedes prompts of one token, input_ids (B, 1)."""
+        batch, device = input_ids.shape[0], input_ids.device
+        nothing = torch.zeros(batch, arch.kv_heads, 0, arch.head_dim, device=device)
+        layers = [LayerCapture(nothing, nothing, None)] * arch.layers
+        return cls(layers, torch.zeros(batch, 0, dtype=torch.long, device=device), None, config)
 
     @property
     def length(self) -> int:
@@ -77,6 +85,15 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(type(model.base_model).forward).parameters else "past_key_values"
 
 
+def sliding_window(config: Any, layer: int) -> int | None:
+    """How many positions a query of this layer sees, itself included; None: all."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[layer] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
 @torch.no_grad()
 def prefill(
     model: Any,
@@ -95,7 +112,7 @@ def prefill(
         raise ValueError("an empty prompt has no cache")
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
-        raise ValueError("only left padding is supported")
+        raise UserError("only left padding is supported: the attention mask must be 0 ... 0 1 ... 1 in every row")
     if mask is None:
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
     else:
@@ -149,13 +166,13 @@ def compress(
     for index, spec in enumerate(specs):
         keys, values, _ = prefilled.entries(index, row)
         n = keys.shape[1]
-        choose = selector(index)
+        choose = replace(selector(index), window=sliding_window(prefilled.config, index))
         positions: Tensor | None = None
         form: Literal["none", "shared", "per_head"] = "none"
         if spec.tokens < n:
             scores = prefilled.scores(choose, score_key, row)
             at = torch.arange(n, device=keys.device)
-            kept = select(scores, at, spec.tokens, choose.n_sink, choose.recent)
+            kept = choose.best(scores, at, n, spec.tokens)
             keys, values, positions = gather(keys, values, at, kept)
             form = "per_head" if kept.shape[0] > 1 else "shared"
         storage = replace(spec.storage, positions=form)

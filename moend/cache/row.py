@@ -59,6 +59,8 @@ class Row:
         """keys, values (H, n, d); positions (n,) or (H, n), None where they are 0 ... n-1; seen: tokens fed so far."""
         self.seen, self.dtype = seen, dtype
         self.bytes = 0  # always equal to nbytes(), kept up to date so that asking is free
+        self.fed, self.area = 0, 0  # tokens fed since the prompt, and the sum of the bytes held after each of them
+        self.crest = 0  # bytes just before the newest token came: after it the row may have packed or evicted
         self.schedule = schedule
         self.choose = choose
         self.steps = 0  # new tokens since the last eviction
@@ -111,13 +113,18 @@ class Row:
         return torch.arange(self.n, device=self.k_tail.device) if self.positions is None else self.positions
 
     def room(self) -> int | None:
-        """How many tokens may be fed at once (None: any number): evictions fall on the same token however they come."""
-        s = self.schedule
-        if s.cap is None:
-            return None
-        if s.overshoot == "paper":
-            return s.beta - self.steps
-        return s.cap - self.n if self.n < s.cap else max(s.reserve, 1)
+        """How many tokens may be fed at once (None: any number).
+
+        Within it, evictions and packing fall on the same token however tokens come, so that what a query sees does not
+        depend on the company it is fed in.
+        """
+        s, rooms = self.schedule, []
+        if s.cap is not None:
+            counted = s.cap - self.n if self.n < s.cap else max(s.reserve, 1)
+            rooms.append(s.beta - self.steps if s.overshoot == "paper" else counted)
+        if self.storage.quantised:
+            rooms.append(self.storage.window + self.storage.group - self.tail)
+        return min(rooms, default=None)
 
     def make_room(self, new: int) -> None:
         """Before `new` tokens arrive: evict if they would pass the cap ("counted")."""
@@ -136,20 +143,26 @@ class Row:
             self.positions = torch.cat([self.positions, new.expand(*self.positions.shape[:-1], q)], dim=-1)
         self.seen, self.n, self.tail, self.steps = self.seen + q, self.n + q, self.tail + q, self.steps + q
         positions = 0 if self.positions is None else 4 * self.positions[..., 0].numel()
-        self.bytes += q * (2 * keys[:, 0].numel() * self.dtype.itemsize + positions)
+        one = 2 * keys[:, 0].numel() * self.dtype.itemsize + positions
+        self.fed, self.area = self.fed + q, self.area + (q - 1) * self.bytes + one * q * (q - 1) // 2
+        self.bytes += q * one
+        self.crest = self.bytes - one
 
     def settle(self) -> None:
         """After attention has used the new tokens: pack complete groups that left the window, evict if it is time."""
         s = self.schedule
-        if s.cap is not None and s.overshoot == "paper" and self.steps >= s.beta:
-            self.steps = 0
-            if self.n > s.cap:
-                self.evict(s.cap)
-                return
+        due = s.cap is not None and s.overshoot == "paper" and self.steps >= s.beta
+        if due and s.cap is not None and self.n > s.cap:
+            self.evict(s.cap)
+        else:
+            self.steps = 0 if due else self.steps
+            self._pack()
+        self.area += self.bytes
+
+    def _pack(self) -> None:
+        """Pack the whole groups that left the window."""
         st = self.storage
-        if not st.quantised:
-            return
-        count = max(self.tail - st.window, 0) // st.group * st.group
+        count = max(self.tail - st.window, 0) // st.group * st.group if st.quantised else 0
         if not count:
             return
         if st.k_bits < 16:

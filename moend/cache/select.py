@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from moend.scoring import Scorer
 
 
-def select(scores: Tensor, positions: Tensor, keep: int, n_sink: int, recent: int) -> Tensor:
+def select(scores: Tensor, positions: Tensor, keep: int, n_sink: int, recent: int, oldest: int = 0) -> Tensor:
     """Indices (H or 1, keep), ascending, of the entries to keep.
 
     scores (H or 1, n); positions (n,) or (H, n), ascending. The first `n_sink` positions and the `recent` newest
     entries are kept first; where `keep` is too small for both, sinks get at most half and the newest get the rest.
+    Positions before `oldest` have left a sliding window, no query will see them: they go before all others.
     """
     n = scores.shape[-1]
     if not 1 <= keep <= n:
@@ -30,6 +31,7 @@ def select(scores: Tensor, positions: Tensor, keep: int, n_sink: int, recent: in
     at = torch.arange(n, device=scores.device)
     protected = (positions < sinks) | (at >= n - newest)
     scores = scores.float().masked_fill(protected.expand_as(scores), torch.inf)
+    scores = scores.masked_fill((positions < oldest).expand_as(scores), -torch.inf)
     return scores.topk(keep, dim=-1).indices.sort(dim=-1).values
 
 
@@ -45,6 +47,7 @@ class Selector:
     seed: int
     rotary: Rotary | None = None
     statistics: Mapping[str, Tensor] | None = None
+    window: int | None = None  # of a sliding layer
 
     def scores(
         self, keys: Tensor, values: Tensor, positions: Tensor, now: int, queries: Tensor | None = None
@@ -71,6 +74,11 @@ class Selector:
         )
         return self.scorer(view)[0]
 
+    def best(self, scores: Tensor, positions: Tensor, now: int, keep: int) -> Tensor:
+        """Indices (H or 1, keep) of the entries to keep, `now` the position of the next query; see `select`."""
+        oldest = 0 if self.window is None else now - self.window + 1
+        return select(scores, positions, keep, self.n_sink, self.recent, oldest)
+
     def __call__(self, keys: Tensor, values: Tensor, positions: Tensor, now: int, keep: int) -> Tensor:
         """Indices to keep while decoding (a `Row`'s chooser)."""
-        return select(self.scores(keys, values, positions, now), positions, keep, self.n_sink, self.recent)
+        return self.best(self.scores(keys, values, positions, now), positions, now, keep)

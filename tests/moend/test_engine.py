@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from moend import models
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered, Sample
+from moend.cache import Row
 from moend.calibration.artefact import Artefact
 from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import extend_lattice, lattice, measure
@@ -220,6 +223,56 @@ def test_given_text_is_scored_across_evictions(loaded, artefacts):
         out = Engine(loaded).run(example, [Job(bound)])[0]
         assert out.new_tokens == 0 and out.answer_nll is not None
         assert out.resident_bytes_peak <= bound.budget.to_bytes(loaded.arch, 119)
+
+
+def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples, monkeypatch):
+    """`max_bytes` bounds memory: cells are forked batch by batch, one ahead, and finished batches are let go."""
+    alive, most = weakref.WeakSet(), []
+    fork, decode = Row.fork, Engine._decode
+
+    def forked(self):
+        twin = fork(self)
+        alive.add(twin)
+        return twin
+
+    def decoded(self, *args):
+        gc.collect()
+        most.append(len(alive))
+        return decode(self, *args)
+
+    monkeypatch.setattr(Row, "fork", forked)
+    monkeypatch.setattr(Engine, "_decode", decoded)
+    jobs = [Job(cell(loaded, artefacts, "Random", f"{b}%")) for b in (10, 20, 30, 40, 50)]
+    Engine(loaded, fuse=False).run(examples[0], jobs)
+    assert len(most) == 5
+    assert max(most) <= 2 * loaded.arch.layers
+
+
+@pytest.mark.req(1)
+@pytest.mark.parametrize("protocol", ["matched", "paper"])
+@pytest.mark.parametrize("visible", [True, False])
+def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protocol):
+    """Text longer than a group is packed and evicted at the same tokens, fused or not: same NLL, bytes and peak."""
+    bench = benchmark({"name": "recall", "type": "recall", "length": 256, "rows": 1})
+    base = bench.render(bench.samples()[0], loaded.tokenizer, loaded.arch, chat=False)
+    example = dataclasses.replace(
+        base, ids=base.ids[:120], context_tokens=50, gold_ids=base.ids[120:240], max_new_tokens=0
+    )
+    bounds = [
+        bind(
+            method(n),
+            Budget.parse(40),
+            protocol,
+            loaded.arch,
+            t_ref=None,
+            artefacts=artefacts,
+            store_dtype=torch.float32,
+        )
+        for n in (*FAMILY, "SnapKV", "StreamingLLM")
+    ]
+    fused = Engine(loaded).run(example, [Job(b) for b in bounds], question_visible=visible)
+    for bound, out in zip(bounds, fused, strict=True):
+        assert same(out, Engine(loaded, chunk=33).run(example, [Job(bound)], question_visible=visible)[0])
 
 
 @pytest.mark.slow

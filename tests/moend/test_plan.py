@@ -96,6 +96,24 @@ def test_plan_file_round_trip():
     assert RoutingPlan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"keep": 0.5, "tokens": 0},
+        {"keep": 0.5, "tokens": 2.5},
+        {"keep": 2.0, "tokens": None},
+        {"keep": float("nan"), "tokens": None},
+        {"keep": "a", "tokens": 3},
+        {"keep": 0.5, "tokens": 3, "k_bits": 3},
+    ],
+)
+def test_impossible_layers_are_refused(layer):
+    plan = RoutingPlan("m", "r", 8, "4t", "matched", "exact", None, None, (LayerPlan(0.5, 4),))
+    data = json.loads(plan.to_json()) | {"layers": [layer]}
+    with pytest.raises(UserError, match=r"p\.json"):
+        RoutingPlan.from_json(json.dumps(data), "p.json")
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": 2}', '{"schema": 1, "layers": [{"kep": 1}]}'])
 def test_foreign_plan_is_refused(text):
     with pytest.raises(UserError, match=r"p\.json"):

@@ -63,20 +63,14 @@ def step(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, position_ids=at, use_cache=True, **{cache_argument(model): cache}).logits
 
 
-def masked_reference(model: Any, ids: torch.Tensor, cut: int, kept: list[torch.Tensor]) -> torch.Tensor:
-    """Logits of a plain eager model whose queries from `cut` on may not see evicted keys; kept[l]: positions (H, n)."""
+def masked_reference(model: Any, ids: torch.Tensor, visible: list[torch.Tensor]) -> torch.Tensor:
+    """Logits of a plain full-cache model; visible[l] (H, T, T) bool says which keys each query of each head may see."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def naive(module, query, key, value, attention_mask, scaling, **kwargs):
-        heads, total = key.shape[1], key.shape[2]
-        visible = torch.ones(heads, total, total).tril().bool()
-        allowed = torch.zeros(heads, total).bool()
-        allowed[:, cut:] = True
-        allowed.scatter_(1, kept[module.layer_idx].long().expand(heads, -1), True)
-        visible[:, cut:] &= allowed[:, None]
-        groups = query.shape[1] // heads
-        logits = query @ key.repeat_interleave(groups, 1).mT * scaling
-        logits = logits.masked_fill(~visible.repeat_interleave(groups, 0)[None], -torch.inf)
+        groups = query.shape[1] // key.shape[1]
+        mask = visible[module.layer_idx].repeat_interleave(groups, 0)[None]
+        logits = (query @ key.repeat_interleave(groups, 1).mT * scaling).masked_fill(~mask, -torch.inf)
         out = logits.softmax(-1) @ value.repeat_interleave(groups, 1)
         return out.transpose(1, 2).contiguous(), None
 
@@ -90,6 +84,32 @@ def masked_reference(model: Any, ids: torch.Tensor, cut: int, kept: list[torch.T
         model.set_attn_implementation(before)
 
 
+def best(scores: torch.Tensor, held: list[int], keep: int) -> list[int]:
+    """Of the positions one head holds: up to 4 sinks (at most half), the 8 newest, then the best of its lottery."""
+    sinks = min(4, keep // 2)
+    guarded = {p for p in held if p < sinks} | set(held[len(held) - min(8, keep - sinks) :])
+    rest = sorted((p for p in held if p not in guarded), key=lambda p: -float(scores[p]))
+    return sorted([*guarded, *rest[: keep - len(guarded)]])
+
+
+def simulate(spec: LayerSpec, layer: int, cut: int, total: int, per_head: bool) -> torch.Tensor:
+    """(2, T, T) bool: which keys each query sees, one token at a time, from the schedule's words alone."""
+    s, table = spec.schedule, torch.rand(2 if per_head else 1, 5000, generator=torch.Generator().manual_seed(layer))
+    visible = torch.ones(2, total, total).tril().bool()
+    for head in range(2):
+        scores = table[head if per_head else 0]
+        held = list(range(cut)) if spec.tokens >= cut else best(scores, list(range(cut)), spec.tokens)
+        for fed, t in enumerate(range(cut, total), 1):
+            if s.cap is not None and s.overshoot == "counted" and len(held) == s.cap:
+                held = best(scores, held, s.cap - max(s.reserve, 1))
+            held.append(t)
+            visible[head, t] = False
+            visible[head, t, held] = True
+            if s.cap is not None and s.overshoot == "paper" and fed % s.beta == 0 and len(held) > s.cap:
+                held = best(scores, held, s.cap)
+    return visible
+
+
 @pytest.mark.req(13)
 @pytest.mark.req(5)
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -99,9 +119,14 @@ def test_evicted_equals_masked_full(name):
     cut = 120
     prefilled = prefill(model, ids[:, :cut], chunk=50)
     cache = fork(prefilled, [LayerSpec(n, Storage()) for n in (30, 71, 10**6)])
-    kept = [layer[0].true_positions().clone() for layer in cache.rows]
+    visible = []
+    for layer in cache.rows:
+        seen = torch.ones(2, 140, 140).tril().bool()
+        kept = torch.zeros(2, cut).bool().scatter_(1, layer[0].true_positions().long().expand(2, -1), True)
+        seen[:, cut:, :cut] &= kept[:, None]
+        visible.append(seen)
     ours = torch.cat([step(model, cache, part) for part in ids[:, cut:].split([1, 1, 7, 11], dim=1)], dim=1)
-    reference = masked_reference(model, ids, cut, kept)[:, cut:]
+    reference = masked_reference(model, ids, visible)[:, cut:]
     assert cache.entries() == [50, 91, 140]
     assert (ours - reference).abs().max() < 1e-4
 
@@ -117,6 +142,21 @@ def test_sliding_window_layers(name):
         stock = model(input_ids=ids, use_cache=False).logits
     cache = fork(prefill(model, ids[:, :70], chunk=33), [ALL] * 3)
     ours = torch.cat([step(model, cache, part) for part in ids[:, 70:].split([1, 9, 10], dim=1)], dim=1)
+    assert (ours - stock[:, 70:]).abs().max() < 1e-4
+
+
+def test_sliding_layers_keep_what_can_still_be_seen():
+    """What has left the window is dropped first, sinks included: room for the window gives the stock model's logits."""
+    model = tiny("qwen2", sliding_window=24, use_sliding_window=True, max_window_layers=1)
+    ids = torch.randint(3, 97, (1, 120))
+    with torch.no_grad():
+        stock = model(input_ids=ids, use_cache=False).logits
+    kinds = model.config.layer_types
+    assert set(kinds) == {"full_attention", "sliding_attention"}
+    specs = [LayerSpec(30, Storage(), Schedule(40, 10)) if k == "sliding_attention" else ALL for k in kinds]
+    cache = fork(prefill(model, ids[:, :70]), specs)
+    ours = torch.cat([step(model, cache, ids[:, i : i + 1]) for i in range(70, 120)], dim=1)
+    assert max(cache.entries()[i] for i, k in enumerate(kinds) if k == "sliding_attention") <= 40
     assert (ours - stock[:, 70:]).abs().max() < 1e-4
 
 
@@ -223,6 +263,32 @@ def test_beams_and_short_prompts():
     stock = model.generate(one, max_new_tokens=6, do_sample=False)
     with moend.compress(model, "StreamingLLM", 100, store_dtype=torch.float32):
         assert torch.equal(model.generate(one, max_new_tokens=6, do_sample=False), stock)
+
+
+def entries_after(model: Any, ids: torch.Tensor, new: int) -> list[int]:
+    """Entries per layer after a plain call of generate that is given no end token."""
+    out = model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+    return out[cache_argument(model)].entries()
+
+
+@pytest.mark.req(4)
+@pytest.mark.parametrize("prompt", [1, 2, 60])
+def test_caps_hold_however_long_generation_gets(prompt):
+    """Without max_new_tokens nothing is known of the length: a method that evicts while decoding keeps its budget."""
+    model, ids = tiny(), torch.randint(3, 97, (1, prompt))
+    with moend.compress(model, "StreamingLLM", 100):
+        assert entries_after(model, ids, 200) == [96] * 3  # 100 tokens less their positions
+    with moend.compress(model, "StreamingLLM", 100, max_new_tokens=20):
+        assert entries_after(model, ids, 20) == [prompt + 19] * 3
+
+
+def test_the_inner_of_nested_contexts_holds():
+    model, ids = tiny(), torch.randint(3, 97, (1, 60))
+    with moend.compress(model, "SnapKV", 40):
+        with moend.compress(model, "full", 1):
+            assert entries_after(model, ids, 3) == [62] * 3
+        assert max(entries_after(model, ids, 3)) < 45
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.req(4)
@@ -336,22 +402,51 @@ def test_paper_schedule_evicts_every_beta_tokens():
     assert sizes[15] == sizes[31] == 40
 
 
-def test_decode_eviction_equals_masked_full():
-    """A row that evicts again while decoding computes as a full cache in which those keys are masked from then on."""
-    model, ids = tiny("llama"), torch.randint(3, 97, (1, 70))
-    spec = LayerSpec(30, Storage(), Schedule(36, 6, 128))
-    cache = fork(prefill(model, ids[:, :50]), [spec] * 3)
-    for i in range(50, 60):
-        last = step(model, cache, ids[:, i : i + 1])
-    kept = [layer[0].true_positions().clone() for layer in cache.rows]
-    assert all(layer[0].n <= 36 for layer in cache.rows)
-    # one more step attends to exactly what is held
-    before = [layer[0].n for layer in cache.rows]
-    with torch.no_grad():
-        out = step(model, cache, ids[:, 60:61])
-    assert [layer[0].n for layer in cache.rows] == [n + 1 for n in before]
-    assert out.isfinite().all() and last.isfinite().all()
-    assert all(bool((p[:, 1:] > p[:, :-1]).all()) for p in kept)
+@pytest.mark.req(13)
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("overshoot", ["counted", "paper"])
+@pytest.mark.parametrize("feed", ["single", "room"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_decode_eviction_equals_masked_full(name, overshoot, feed, per_head):
+    """Evicting while decoding computes as a full cache with a mask per query, layer and head, however tokens come."""
+    model, ids, cut = tiny(name), torch.randint(3, 97, (1, 150)), 50
+    caps = [(36, 6, 16), (20, 10, 9), (70, 1, 30)]  # layer 2 reaches its cap by growing
+    counted = overshoot == "counted"
+    specs = [
+        LayerSpec(min(cap - reserve if counted else cap, cut), Storage(), Schedule(cap, reserve, beta, overshoot))
+        for cap, reserve, beta in caps
+    ]
+    cache = compress(
+        prefill(model, ids[:, :cut]), specs, lambda x: lottery(x, per_head), score_key="lottery", dtype=torch.float32
+    )
+    ours, at = [], cut
+    while at < 150:
+        n = 1 if feed == "single" else min(cache.room() or 1, 150 - at)
+        ours.append(step(model, cache, ids[:, at : at + n]))
+        at += n
+        assert not counted or all(n <= cap for n, (cap, _, _) in zip(cache.entries(), caps, strict=True))
+    assert feed == "single" or len(ours) < 100
+    visible = [simulate(spec, layer, cut, 150, per_head) for layer, spec in enumerate(specs)]
+    assert not any(v[:, -1].all() for v in visible)
+    reference = masked_reference(model, ids, visible)[:, cut:]
+    assert (torch.cat(ours, dim=1) - reference).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [(8, 4), (16, 4), (4, 16), (2, 2)])
+def test_tokens_fed_within_room_equal_tokens_fed_singly(bits):
+    """Packing too happens at the same token however many come at once: fused cells feed in each other's steps."""
+    model, ids = tiny(), torch.randint(3, 97, (1, 160))
+    specs = [LayerSpec(40, Storage(*bits, 16, 24)), LayerSpec(60, Storage(*bits, 32, 0)), ALL]
+    cache = fork(prefill(model, ids[:, :60]), specs)
+    singly, ours, at = cache.fork(), [], 60
+    while at < 160:
+        n = min(cache.room() or 1, 160 - at)
+        ours.append(step(model, cache, ids[:, at : at + n]))
+        at += n
+    assert len(ours) < 30
+    theirs = [step(model, singly, ids[:, i : i + 1]) for i in range(60, 160)]
+    assert (torch.cat(ours, dim=1) - torch.cat(theirs, dim=1)).abs().max() < 1e-3
+    assert cache.resident_bytes() == singly.resident_bytes()
 
 
 def test_forks_are_independent_and_the_prefill_is_untouched():
@@ -384,7 +479,49 @@ def test_joined_rows_equal_single_rows():
     assert joined.take([2, 0]).entries(1) == singles[0].entries()
 
 
+def test_right_padding_is_refused():
+    ids = torch.randint(3, 97, (1, 20))
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    with pytest.raises(UserError, match="left padding"):
+        prefill(tiny(), ids, mask)
+
+
 def test_crop_is_refused():
     model, ids = tiny(), torch.randint(3, 97, (1, 20))
     with pytest.raises(UserError, match="cropped"):
         fork(prefill(model, ids), [ALL] * 3).layers[0].crop(-1)
+
+
+@pytest.mark.parametrize("feeds", [[1] * 40, [7, 1, 12, 20], [40]])
+def test_mean_bytes_do_not_depend_on_how_tokens_come(feeds):
+    """The bytes held after each token, summed: by the row, and by asking after single tokens."""
+    torch.manual_seed(0)
+    keys = torch.randn(2, 50, 16)
+    row = Row(
+        keys,
+        keys,
+        torch.arange(50).expand(2, 50),
+        Storage(8, 4, 16, 8, "per_head"),
+        seen=50,
+        dtype=torch.bfloat16,
+        schedule=Schedule(60, 10, 128),
+        choose=lottery(0),
+    )
+    single, naive = row.fork(), 0
+    for _ in range(40):
+        new = torch.randn(2, 1, 16)
+        single.make_room(1)
+        single.append(new, new)
+        single.settle()
+        naive += single.nbytes()
+    for q in feeds:
+        while q:
+            part = min(q, row.room() or q)
+            new = torch.randn(2, part, 16)
+            row.make_room(part)
+            row.append(new, new)
+            row.settle()
+            q -= part
+    assert row.fed == single.fed == 40
+    assert row.area == single.area == naive

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.cache.packing import fake_quant_k, fake_quant_v, pack, quantise_k, quantise_v, unpack
+from moend.errors import UserError
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -50,6 +51,22 @@ def test_close_to_naive(bits, tokens):
     values = fake_quant_v(x, bits)
     step = (x.amax(-1) - x.amin(-1)) / (2**bits - 1)
     assert bool(((x - values).abs() <= step[..., None] * 0.6 + 0.02).all())
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("value", [7e4, -7e4, 1e6])
+def test_beyond_float16_is_clipped_never_nan(bits, value):
+    x = torch.full((1, 40, 16), value)
+    x[0, 3, 5] = 1.0
+    for packed in (quantise_k(x, bits, 32), quantise_v(x, bits)):
+        out = packed.dequantise()
+        assert bool(out.isfinite().all())
+        assert bool((out.sign() == x.sign())[x.abs() > 1].all())
+
+
+def test_heads_that_do_not_fill_bytes_are_refused():
+    with pytest.raises(UserError, match="multiple of 4 dimensions, got 10"):
+        quantise_v(torch.randn(1, 8, 10), 2)
 
 
 def test_bytes_by_hand():
