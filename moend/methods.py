@@ -19,7 +19,7 @@ from moend.allocation import Demand, routed, uniform
 from moend.cache import CompressedCache, LayerSpec, Prefilled, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
 from moend.errors import Blocked, Infeasible, UserError, unknown
-from moend.plan import Arch, Budget, LayerPlan, RoutingPlan, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
+from moend.plan import BITS, Arch, Budget, LayerPlan, RoutingPlan, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
 from moend.rope import Rotary
 from moend.scoring import Scorer, scorer
 
@@ -80,6 +80,11 @@ class Method:
             raise UserError(f"method.t_ref must be auto, sample or a number of tokens >= 2, got {self.t_ref!r}")
         if set(self.precision) != {"k_bits", "v_bits"}:
             raise UserError(f"method.precision has the keys k_bits and v_bits, got {sorted(self.precision)}")
+        for side, value in self.precision.items():
+            if value != "routed" and value not in BITS:
+                raise UserError(f"method.precision.{side} must be one of {BITS} or routed, got {value!r}")
+        if not self.bits or not set(self.bits) <= set(BITS):
+            raise UserError(f"method.bits must be among {BITS}, at least one, got {list(self.bits)}")
         if (self.allocator == "all") != (self.scorer is None):
             raise UserError("method.scorer must be null exactly where method.allocator is 'all'")
         self.make_scorer()

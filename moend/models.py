@@ -48,6 +48,18 @@ SMALL = 1_500_000_000  # parameters; above, float32 on a CPU would not fit ordin
 WEIGHTS = ("*.safetensors", "*.bin")
 # Files that change what a model answers, besides its weights.
 SETTINGS = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+# And what a folder of one's own may hold besides (a fixture's is part of this package): the ids that end an answer,
+# special tokens, other vocabularies, code.
+MORE_SETTINGS = (
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "*.model",
+    "*.py",
+)
+# Some chat templates print today's date unless told one: neither a prompt nor a calibration may depend on the day.
+TEMPLATE_DATE = "26 Jul 2024"
 
 
 @dataclass(frozen=True)
@@ -278,6 +290,8 @@ def load(spec: ModelSpec, cache_dir: Path) -> LoadedModel:
             model = model.float()
         model = model.to(device)
     model = model.eval().requires_grad_(False)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes an empty one where it finds no file
+        raise UserError(f"model '{spec.name}' ({spec.id}) has no tokenizer: tokenizer.json is missing")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -298,7 +312,10 @@ def calibration_ids(loaded: LoadedModel, text: str | None = None) -> list[int]:
     tokenizer = loaded.tokenizer
     if loaded.spec.chat_template and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=TEMPLATE_DATE,
         )
         return list(tokenizer(text, add_special_tokens=False).input_ids)
     return list(tokenizer(text).input_ids)
@@ -409,7 +426,8 @@ def _missing_weights(folder: Path, spec: ModelSpec) -> str | None:
 
 def _folder_hash(folder: Path, spec: ModelSpec, cache_dir: Path) -> str:
     """sha256 over names and hashes of the files that decide a model's answers."""
-    patterns = (spec.gguf_file,) if spec.gguf_file else (*WEIGHTS, *SETTINGS, "*.jinja")
+    more = MORE_SETTINGS if spec.source == "local" else ()
+    patterns = (spec.gguf_file,) if spec.gguf_file else (*WEIGHTS, *SETTINGS, "*.jinja", *more)
     files = sorted({p for pattern in patterns for p in folder.glob(pattern)})
     listing = {p.name: file_hash(p, cache_dir) for p in files}
     return hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()

@@ -85,14 +85,16 @@ def paired_bootstrap(
 ) -> Difference:
     """Bootstrap of the mean difference a - b over the same examples; arguments as for `bootstrap`.
 
-    The p-value is twice the smaller share of resampled differences on one side of zero (the observed one counted in).
+    The p-value is twice the smaller share of resampled differences on one side of zero (the observed one counted in),
+    but no less than m examples that differ can show by their signs, 2 / 2^m: resampling one example gives no evidence.
     """
     if len(a) != len(b):
         raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
     groups = _clusters([x - y for x, y in zip(a, b, strict=True)], ids, strata)
     interval, draws = _interval(groups, seed, level, "bca", resamples)
     side = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
-    p = min(1.0, 2 * (side + 1) / (len(draws) + 1))
+    differ = sum(int(np.count_nonzero(g)) for g in groups)
+    p = min(1.0, max(2 * (side + 1) / (len(draws) + 1), 2.0 ** (1 - differ)))
     return Difference(interval.value, interval.low, interval.high, p, sum(map(len, groups)), "bootstrap")
 
 
@@ -127,13 +129,15 @@ def score_interval(
 ) -> Interval:
     """Wilson for 0/1 scores of one task with one draw per example, else the bootstrap.
 
-    Also Wilson (of all examples together) where several tasks have nothing but zeros or nothing but ones: a bootstrap
-    would claim certainty.
+    Also Wilson (of all examples together) where several tasks or draws have nothing but zeros or nothing but ones: a
+    bootstrap would claim certainty.
     """
-    single = ids is None or len(set(zip(strata or ids, ids, strict=True))) == len(scores)
+    examples = len(scores) if ids is None else len(set(zip(strata or ids, ids, strict=True)))
     one_task = strata is None or len(set(strata)) == 1
-    if single and _binary(scores) and (one_task or len(set(scores)) == 1):
-        return wilson(round(sum(scores)), len(scores), level)
+    if _binary(scores) and one_task and examples == len(scores):
+        return wilson(round(sum(scores)), examples, level)
+    if _binary(scores) and len(set(scores)) == 1:
+        return wilson(round(scores[0]) * examples, examples, level)
     return bootstrap(scores, ids, strata, seed=seed, level=level)
 
 

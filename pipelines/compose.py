@@ -7,7 +7,9 @@ import difflib
 import errno
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,22 +67,33 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
 
     args = list(sys.argv[1:] if argv is None else argv)
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    entry = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="run")(program)
+    started = False
+
+    def start(points: list[Point]) -> int:
+        nonlocal started
+        started = True
+        return program(points)
+
+    entry = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="run")(start)
     flags = [a for a in args if a in ("-m", "--multirun")]  # Hydra's parser takes them first or last only
-    with _environment([*flags, *(a for a in args if a not in flags)], name):
+    ordered = [*flags, *(a for a in args if a not in flags)]
+    with _environment(ordered, name), _termination():
         try:
+            _check_arguments(ordered)
             entry()
             return 0
         except SystemExit as e:
             return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as e:
             print(
                 f"interrupted. What is finished is kept; the same command goes on: {command(args, name)}",
                 file=sys.stderr,
             )
-            return 130
+            return 143 if isinstance(e, Terminated) else 130
         except Exception as e:
             line = explain(e, args)
+            if line is None and not started:  # Hydra meets some mistakes with an assertion or a bare ValueError
+                line = f"cannot compose this command ({type(e).__name__}: {_one_line(e)})".replace(": )", ")")
             if line is None or wants_traceback:
                 traceback.print_exc()
             if line is None:
@@ -94,6 +107,45 @@ def command(args: Sequence[str], name: str) -> str:
     import shlex
 
     return shlex.join(["python", "-m", f"pipelines.{name}", *args])
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run as an interrupt does, with 143."""
+
+
+@contextlib.contextmanager
+def _termination() -> Iterator[None]:
+    """Raise Terminated on SIGTERM, so that leases are given back and the person is told how to go on."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+# There is one launcher and it gets all points: with another, Hydra would run something else or nothing, and say nothing
+_FIXED = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper._target_", "hydra.mode")
+
+
+def _check_arguments(args: Sequence[str]) -> None:
+    """What Hydra's parser refuses, as one line without the usage; and overrides that would go past this program."""
+    from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> None:
+        raise UserError(f"{message} (options such as -m or --cfg job stand before or after all key=value)")
+
+    parser = get_args_parser()
+    parser.error = refuse
+    for override in parser.parse_args(list(args)).overrides:
+        if (key := override.lstrip("+~").partition("=")[0]) in _FIXED or key.startswith("hydra.launcher."):
+            raise UserError(f"{key} cannot be changed; where a run takes place is said by cluster=")
 
 
 @contextlib.contextmanager
@@ -122,13 +174,17 @@ def explain(error: BaseException, args: Sequence[str]) -> str | None:
     if isinstance(error, UserError):
         return _one_line(error)
     if isinstance(error, OverrideParseException):
+        key, _, value = str(error.override).partition("=")
+        if "LexerNoViableAlt" in str(error) and value and not {"'", '"'} & set(value):
+            return f"cannot read '{error.override}': put the value in quotes of its own: \"{key}='{value}'\""
         return f"cannot read '{error.override}': {_one_line(error).partition(' expecting ')[0]}"
     if isinstance(error, HydraException | OmegaConfBaseException):
         cause = error.__cause__ or error
         if match := re.match(r"Could not override '([^']+)'", str(error)):
             if match[1] == "sweep":
                 return "sweeps are added: +sweep=<name>, with the plus sign"
-            return unknown_key(match[1], _keys(args))
+            known = _keys(args)
+            return _one_line(error) if match[1] in known else unknown_key(match[1], known)
         return _one_line(error if str(error) else cause)
     if isinstance(error, OSError) and error.errno in _WRITING:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
@@ -136,7 +192,7 @@ def explain(error: BaseException, args: Sequence[str]) -> str | None:
 
 
 _WRITING = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
 

@@ -520,9 +520,16 @@ def single_operations(folder: Path) -> tuple[Any, list[str]]:
 
 
 def rescore(cell: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records with their scores computed again from the recorded texts, without a model."""
+    """The records with their scores computed again from the recorded texts, without a model.
+
+    UserError where the data are not those that the records answer: the same id may stand for another question now.
+    """
     bench = _benchmark(canonical(cell["info"]["benchmark_config"]))
     if bench.kind == "nll":
         return list(records)
+    need, have = cell["payload"]["facts"]["benchmark"]["data"], _identity_of(bench)["data"]
+    if have != need:
+        label = cell["info"]["label"]
+        raise UserError(f"the data of {bench.name} changed since {label} was run: has {have}, needs {need}")
     samples = {(s.task, s.id): s for s in bench.samples()}
     return [{**r, **bench.score(samples[r["task"], r["id"]], r["text"])} for r in records]

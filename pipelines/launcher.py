@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import shlex
 import sys
 import time
 import traceback
@@ -122,8 +123,11 @@ class Runner:
                     except CorruptRecords as e:
                         self._fail([cell], e, cell.label)
                 cells = [c for c in group if c.key in shards]
-                if cells:
-                    self._shard(cells, shards, index, count, advance)
+                try:
+                    if cells:
+                        self._shard(cells, shards, index, count, advance)
+                except LeaseLost:  # this process slept for long, and another one went on with its work
+                    busy += [c for c in cells if c.state == "run"]
         for cell in (c for c in group if c.state == "run" and c not in busy):
             self._finish(cell)
         return busy
@@ -154,8 +158,8 @@ class Runner:
             if _is_storage(e):
                 raise
             self._fail(cells, e, cells[0].label)
-        except LeaseLost as e:
-            self._fail(cells, e, cells[0].label)
+        except LeaseLost:
+            raise
         except Exception as e:
             self._fail(cells, e, cells[0].label)
 
@@ -257,7 +261,7 @@ def _alone(folder: Path, console: Console) -> Iterator[None]:
 
 def _is_storage(error: OSError) -> bool:
     """A full or unwritable disk stops everything; other operating system errors are one cell's."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 def _line(error: BaseException) -> str:
@@ -275,4 +279,4 @@ def _epilogue(plan: Plan, args: Sequence[str], console: Console) -> None:
 
 def _store_argument(plan: Plan) -> str:
     store = plan.cells[0].config.paths.store
-    return "" if store == "outputs" else f" paths.store={store}"
+    return "" if store == "outputs" else " " + shlex.quote(f"paths.store={store}")

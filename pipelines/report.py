@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import sys
 from collections.abc import Sequence
@@ -187,12 +188,21 @@ def compared(store: Store, found: Sequence[Row]) -> list[Delta]:
                 group=(row.info["model"], *_columns(row)[:2], row.variant, _columns(row)[3]),
                 method=row.info["method"],
                 is_full=row.payload["budget"] is None,
-                records=store.cell(row.key).records,
+                records=functools.partial(_records, store, row),
             )
             for row in found
             if row.result is not None
         ]
     )
+
+
+def _records(store: Store, row: Row) -> list[dict[str, Any]]:
+    """A complete cell's records; where its scores were computed again, with those and not the first ones."""
+    from pipelines import evaluate
+
+    records = store.cell(row.key).records()
+    again = row.result is not None and row.result.get("rescored")
+    return evaluate.rescore({"payload": row.payload, "info": row.info}, records) if again else records
 
 
 DELTA_TITLES = ("benchmark", "question", "budget", "difference", "score [95 % interval]", "p (Holm)", "answer NLL")
@@ -271,8 +281,8 @@ def _figures(store: Store, found: Sequence[Row], folder: Path) -> list[Path]:
     plans: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for row in done:
         path = store.cell(row.key).folder / "plan.json"
-        plan = read_json(path) if path.exists() else {"layers": []}
-        if len({str(x) for x in plan["layers"]}) > 1:
+        plan = read_json(path) if path.exists() else {}
+        if len({str(x) for x in plan.get("layers", ())}) > 1:
             benchmark, asked, method, given = _columns(row)
             mode = "" if asked == "-" else f", question {asked}"
             title = f"{method} at {given}, {row.info['model']}, {benchmark}{mode}"
@@ -313,14 +323,14 @@ def rescore(store: Store, manifest: dict[str, Any]) -> int:
         folder = store.cell(cell["key"])
         if (before := folder.result()) is None:
             continue
-        described = folder.payload()
-        assert described is not None
-        records = evaluate.rescore(described, folder.records())
-        result = results.aggregate(described, records)
+        records = folder.records()
+        scored = evaluate.rescore(cell, records)
         kept = {k: before[k] for k in ("versions", "commit")}  # of the run that produced the records
-        result |= kept
+        result = results.aggregate(cell, scored) | kept
+        if scored != records:
+            result["rescored"] = True
         if result != before:
-            write_json(folder.folder / "result.json", {**result, "rescored": True})
+            write_json(folder.folder / "result.json", result)
             changed += 1
     return changed
 
@@ -330,7 +340,9 @@ def parse(argv: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
     values = dict(defaults)
     for arg in argv:
         name, equals, value = arg.partition("=")
-        if name not in defaults or not equals:
+        if name in defaults and not equals:
+            raise UserError(f"{name} needs a value: {name}={defaults[name]}")
+        if name not in defaults:
             raise unknown("argument", name, defaults)
         values[name] = value
     return values

@@ -50,9 +50,11 @@ def write_atomic(path: Path, text: str) -> None:
             f.flush()
             os.fsync(f.fileno())
         temp.replace(path)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             temp.unlink()
+        if isinstance(e, OSError):
+            e.filename, e.filename2 = str(path), None  # a full disk names no file, and the temporary one tells nobody
         raise
     _sync_folder(path.parent)
 
@@ -62,10 +64,13 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """JSON of a file; one that does not parse is a UserError naming it."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; anything else is a UserError naming it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"a {type(value).__name__} instead of an object")
+        return value
     except ValueError as e:
         raise UserError(f"{path} is damaged ({e}); remove it to compute it again") from None
 
@@ -110,15 +115,22 @@ class _Holder:
 
     @classmethod
     def me(cls) -> _Holder:
-        return cls(socket.gethostname(), os.getpid(), _process_start(os.getpid()), secrets.token_hex(8))
+        return cls(_host(), os.getpid(), _process_start(os.getpid()), secrets.token_hex(8))
+
+
+def _host() -> str:
+    """Where process ids mean something: containers and cloned machines may share a name, but not this."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _process_start(pid: int) -> str:
     """When a process began, so that a reused pid is not taken for its predecessor; empty where the system hides it."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{stat.rpartition(')')[2].split()[19]}"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
 
@@ -186,7 +198,7 @@ class Lease:
             return True  # created this moment and not yet written
         if holder.released:
             return False
-        if holder.host == socket.gethostname() and holder.started:
+        if holder.host == _host() and holder.started:
             return _alive(holder.pid) and _process_start(holder.pid) == holder.started
         return True
 
@@ -316,7 +328,7 @@ class CellStore:
         path = self.folder / "result.json"
         if not path.exists():
             return None
-        result: dict[str, Any] = read_json(path)
+        result = read_json(path)
         if result.get("key") != self.key:
             raise UserError(f"{path} belongs to cell {result.get('key')}; remove it to compute it again")
         return result
@@ -364,6 +376,9 @@ class Store:
         probe = self.root / f".probe-{secrets.token_hex(6)}"
         try:
             write_atomic(probe, "probe\n")
+        except OSError as e:
+            e.filename = str(self.root)
+            raise
         finally:
             probe.unlink(missing_ok=True)
 
@@ -387,5 +402,7 @@ class Store:
             name = names[-1]
         if name not in names:
             raise unknown("sweep", name, [*names, "latest"])
-        manifest: dict[str, Any] = read_json(self.manifest(name))
+        manifest = read_json(path := self.manifest(name))
+        if not {"name", "command", "created", "cells"} <= manifest.keys():
+            raise UserError(f"{path} is damaged: it is not the list of a sweep's cells; run the sweep again")
         return manifest

@@ -16,8 +16,8 @@ WIDE = 200  # columns where no terminal limits them: a log or a pipe gets whole 
 
 
 def console() -> Console:
-    """A console on standard output."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+    """A console on standard output. Brackets and colons are text: `[no interval]`, a folder `a:100:`, no markup."""
+    return Console(markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def progress(to: Console, what: str) -> Iterator[Callable[[int, int], None]]:
 
 def say(to: Console, text: str) -> None:
     """Print one line as it is: no markup, no colouring, no wrapping inside paths and commands."""
-    to.print(text, markup=False, highlight=False, soft_wrap=True)
+    to.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def size(count: float) -> str:

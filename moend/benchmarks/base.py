@@ -13,14 +13,13 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from moend.errors import UserError, unknown
+from moend.models import TEMPLATE_DATE
 from moend.plan import Arch
 
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATE = ("official", "all", "none")
 SPLITS = ("test", "calibration")
-# Some chat templates print today's date unless told one: a prompt must not depend on the day.
-TEMPLATE_DATE = "26 Jul 2024"
 SENTINEL = "9c1e7d"  # stands for a turn, to find where a template puts it
 
 
@@ -105,6 +104,10 @@ class Benchmark(ABC):
         for field in ("length", "rows", "limit", "max_new_tokens"):
             self._set(field, whole(f"benchmark.{field}", getattr(self, field), least=1, optional=True))
         self._set("seed", whole("benchmark.seed", self.seed, least=0))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.type == "str | None" and not isinstance(value, str | None):  # a folder called 2024 is typed '2024'
+                raise UserError(f"benchmark.{f.name}={value} must be text, in quotes of its own, or null")
         choice("benchmark.split", self.split, SPLITS)
         choice("benchmark.chat_template", self.chat_template, CHAT_TEMPLATE)
 

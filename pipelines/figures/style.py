@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,11 @@ def figure(path: Path, width: float, height: float, **grid: Any) -> Iterator[tup
         try:
             yield fig, axes
             path.parent.mkdir(parents=True, exist_ok=True)
-            temp = path.with_name(f".{path.name}.tmp.png")
-            fig.savefig(temp)
-            temp.replace(path)
+            temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp.png")  # two processes may draw the same
+            try:
+                fig.savefig(temp)
+                temp.replace(path)
+            finally:
+                temp.unlink(missing_ok=True)
         finally:
             plt.close(fig)

@@ -86,6 +86,10 @@ def test_near_miss_names_the_right_method(wrong, right):
         {"scorer": {"name": "trigg"}},
         {"scorer": None},
         {"precision": {"k_bits": 8}},
+        {"precision": {"k_bits": 7, "v_bits": 4}},
+        {"precision": {"k_bits": "foo", "v_bits": 4}},
+        {"bits": []},
+        {"bits": [16, 3]},
         {"bogus": 1},
     ],
 )

@@ -156,6 +156,16 @@ def test_identity_of_a_folder_is_its_files_not_its_place(folder: Path, tmp_path:
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 5e5}}))
     assert models.identity(local(moved), cache) != first
+    second = models.identity(local(moved), cache)
+    (moved / "generation_config.json").write_text('{"eos_token_id": 7}')  # another end of answers, other answers
+    assert models.identity(local(moved), cache) != second
+
+
+def test_a_folder_without_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"tiny-llama.*(has no tokenizer|cannot be loaded)"):
+        models.load(local(folder), tmp_path / "cache")
 
 
 def test_hashes_are_remembered_until_the_file_changes(tmp_path: Path) -> None:

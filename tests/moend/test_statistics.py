@@ -215,3 +215,18 @@ def test_compare():
     assert (several.value, several.test) == (0.5, "bootstrap")
     with pytest.raises(ValueError, match="share 19 of 20"):
         S.compare(a, b[:-1])
+
+
+def test_a_few_examples_are_no_evidence() -> None:
+    for n, least in ((1, 1.0), (2, 0.5), (5, 0.0625)):  # what a sign test of n examples can show at most
+        a, b = records({"t": [[0.5 + i / 100] for i in range(n)]}), records({"t": [[0.0]] * n})
+        assert S.compare(a, b).p == least
+    assert S.compare(records({"t": [[0.5], [0.6]] * 20}), records({"t": [[0.0]] * 40})).p < 0.001
+    assert S.compare(records({"a": [[1.0]], "b": [[1.0]]}), records({"a": [[0.0]], "b": [[0.0]]})).p == 0.5
+
+
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_draws_that_all_agree_are_no_certainty(score: float) -> None:
+    drawn, once = S.summarise(records({"t": [[score] * 3] * 10})), S.summarise(records({"t": [[score]] * 10}))
+    assert (drawn["low"], drawn["high"]) == (once["low"], once["high"])
+    assert drawn["high"] - drawn["low"] > 0.2

@@ -85,6 +85,13 @@ BAD = {
     "model=hf": "needs model.id=",
     "method.n_sink=-1": "method.n_sink must be a whole number >= 0",
     "budget=1": "the smallest budget it can meet is",
+    "=3": "cannot compose this command (ValueError: ",
+    "method=1e3": "cannot compose this command (ValueError: Config group override must be a string",
+    "method={a: 1}": "Could not override 'method'",
+    "hydra/launcher=basic": "hydra/launcher cannot be changed",
+    "hydra.mode=RUN": "hydra.mode cannot be changed",
+    "--foo": "unrecognized arguments: --foo",
+    "paths.cache=~/c": "put the value in quotes of its own: \"paths.cache='~/c'\"",
 }
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from pipelines import calibrate, evaluate, planner, report, results
-from pipelines.store import Store
+from moend.benchmarks import benchmark
+from moend.errors import UserError
+from pipelines import calibrate, evaluate, launcher, planner, report, results
+from pipelines.store import Lease, LeaseLost, Store
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 
@@ -105,16 +107,18 @@ def test_two_processes_share_the_work_and_both_end_well(tmp_path: Path) -> None:
         assert sorted(lines) == [f"s{i}" for i in range(6)]
 
 
-def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
     running = process(tmp_path, "method=1d", STUB_DELAY="0.3")
     records = tmp_path.glob("cells/*/records/*.jsonl")
     for _ in range(300):
         if any(p.stat().st_size for p in tmp_path.glob("cells/*/records/*.jsonl")):
             break
         time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     out, _ = running.communicate()
-    assert running.returncode == 130, out
+    assert running.returncode == code, out
+    assert all(json.loads(p.read_text())["released"] for p in tmp_path.glob("cells/*/records/*.lease.*"))
     assert "goes on: python -m pipelines.run" in out
     assert "Traceback" not in out
     assert list(records)
@@ -265,6 +269,87 @@ def test_scores_are_recomputed_from_records_without_a_model(runs: Runs, monkeypa
     (result,) = cells(runs.store).values()
     assert result["score"] == 0.5
     assert result["rescored"]
+
+
+def test_scores_computed_again_are_those_of_the_differences_too(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs("method=1d,SnapKV", "budget=10%", "-m") == 0
+
+    def again(cell: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**r, "score": 0.75 if cell["info"]["method"] == "1d" else 0.25} for r in records]
+
+    monkeypatch.setattr(evaluate, "rescore", again)
+    arguments = [f"paths.store={runs.store}", "rescore=true"]
+    assert report.main(arguments) == 0
+    assert "2 of 2 results changed" in runs.capsys.readouterr().out
+    (table,) = (runs.store / "reports").glob("*/deltas.csv")
+    header, line = (x.split(",") for x in table.read_text().splitlines())
+    assert line[header.index("method")] == "1d"
+    assert float(line[header.index("score")]) == 0.5
+    assert report.main(arguments) == 0
+    assert "0 of 2 results changed" in runs.capsys.readouterr().out
+
+
+def test_scores_are_not_computed_again_from_other_data(tmp_path: Path) -> None:
+    row = {"task": "num", "length": 256, "context": "K01 4 1", "question": "? num K01", "answer": "4 1"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    config = {"name": "recall", "type": "recall", "tasks": ["num"], "data_dir": str(tmp_path)}
+    data = benchmark(config).fingerprint()
+    cell = {"info": {"benchmark_config": config, "label": "1d"}, "payload": {"facts": {"benchmark": {"data": data}}}}
+    (record,) = ({"task": s.task, "id": s.id, "text": "4 1"} for s in benchmark(config).samples())
+    evaluate._benchmark.cache_clear()
+    assert evaluate.rescore(cell, [record])[0]["score"] == 1
+    path.write_text(json.dumps({**row, "answer": "9 9"}))
+    for cache in (evaluate._benchmark, evaluate._benchmark_identity):
+        cache.cache_clear()
+    with pytest.raises(UserError, match="the data of recall changed since 1d was run"):
+        evaluate.rescore(cell, [record])
+
+
+@pytest.mark.parametrize("content", ["[]", ""])
+def test_a_damaged_file_is_one_line(runs: Runs, content: str) -> None:
+    assert runs("method=1d") == 0
+    for pattern in ("cells/*/result.json", "cells/*/payload.json", "sweeps/*/manifest.json"):
+        (path,) = runs.store.glob(pattern)
+        before = path.read_text()
+        path.write_text(content)
+        if path.name == "manifest.json":
+            assert report.main([f"paths.store={runs.store}"]) == 2
+            err = runs.capsys.readouterr().err
+        else:
+            assert runs("method=1d") == 2
+            err = runs.err
+        assert err.startswith(f"error: {path} is damaged (")
+        assert err.count("\n") == 1
+        path.write_text(before)
+    (path,) = runs.store.glob("sweeps/*/manifest.json")
+    path.write_text("{}")
+    assert report.main([f"paths.store={runs.store}"]) == 2
+    assert f"{path} is damaged" in runs.capsys.readouterr().err
+
+
+def test_brackets_and_blanks_are_told_as_they_are(runs: Runs) -> None:
+    runs.library.n = 1
+    runs.store = runs.store / "with blanks"
+    assert runs("method=1d", "generation=sampled") == 0
+    assert "[no interval]" in runs.out  # one example says nothing about the spread
+    assert f"'paths.store={runs.store}'" in runs.out.splitlines()[-1]
+
+
+def test_who_lost_a_lease_waits_for_the_other(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lost = Lease.check, [True]
+
+    def check(self: Lease) -> None:
+        if lost:
+            lost.clear()
+            raise LeaseLost("taken over")
+        real(self)
+
+    monkeypatch.setattr(Lease, "check", check)
+    monkeypatch.setattr(launcher, "POLL_S", 0.01)
+    assert runs("method=1d") == 0
+    assert "waiting for another process" in runs.out
+    assert len(cells(runs.store)) == 1
 
 
 def test_a_result_has_what_the_design_asks_for(runs: Runs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -224,6 +225,28 @@ def test_another_machines_lease_counts_until_it_expires(tmp_path: Path) -> None:
     os.utime(path, (1, 1))
     assert Lease(tmp_path / "s").generation == 2
     lease.release()
+
+
+def test_a_name_that_two_machines_share_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(module, "_host", lambda: f"{socket.gethostname()} another-boot pid:[1]")
+        lease = Lease(tmp_path / "s")
+    path = tmp_path / "s.lease.1"  # alive there; here the process id is nobody's
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": 999_999_999}))
+    with pytest.raises(Busy):
+        Lease(tmp_path / "s")
+    lease.release()
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left on device") as e:
+        write_atomic(tmp_path / "x.json", "{}")
+    assert e.value.filename == str(tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
