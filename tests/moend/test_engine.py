@@ -292,11 +292,12 @@ def test_embedded_model_with_room_gives_full_s_tokens(length):
     jobs = [
         Job(bind(method(n), Budget.parse(b), "matched", loaded.arch, t_ref=None, artefacts=artefacts,
                  store_dtype=loaded.store_dtype))
-        for n in names for b in (length + 12, "1e9")
+        for n in names for b in ((length + 12, "1e9") if length < 1000 else (length + 12,))
     ]  # fmt: skip
-    for visible in (True, False):
+    # an unseen question is fed again for every method: dear at 2,000 tokens, and the same code at 128
+    for visible in (True, False) if length < 1000 else (True,):
         outs = Engine(loaded, fuse=False).run(example, jobs, question_visible=visible)
-        full = outs[2 * names.index("full")]
+        full = outs[names.index("full") * len(jobs) // len(names)]
         assert len(full.token_ids) > 0
         assert all(o.token_ids == full.token_ids for o in outs)
 
