@@ -71,7 +71,7 @@ class ModelSpec:
     GGUF. wheel: a wheel file already here. arch: {layers, q_heads, kv_heads, head_dim, max_positions}, compared with
     the loaded config. dtype: of the computation; `auto` is float32 on a CPU for small models, else the checkpoint's.
     store_dtype: of cache entries at 16 bit; `half` is the checkpoint's 16-bit type or bfloat16, `model` the compute
-    type. device: auto, cpu, cuda, cuda:1, mps. device_map: transformers' (needs accelerate). chat_template: wrap
+    type. device: auto, cpu, cuda, cuda:1, mps. device_map: transformers'. chat_template: wrap
     prompts in the tokenizer's template if it has one. calibration_text: what sensitivities are measured on by default.
     """
 
@@ -373,8 +373,6 @@ def _plain_errors(spec: ModelSpec) -> Iterator[None]:
                 f"model '{spec.name}' ({spec.id}) brings its own code, which is not run unless you trust it: "
                 "model.trust_remote_code=true"
             ) from e
-        if "accelerate" in first:
-            raise UserError("model.device_map needs the package accelerate: pip install accelerate") from e
         raise UserError(f"model '{spec.name}' ({spec.id}) cannot be loaded: {first[:400]}") from e
 
 

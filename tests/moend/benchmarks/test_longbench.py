@@ -216,6 +216,7 @@ def test_hub_archive(tmp_path, monkeypatch):
     """Rows come from the archive's data/<task>.jsonl; a hub that cannot be reached blocks with one line."""
     import huggingface_hub
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     archive = tmp_path / "data.zip"
     with zipfile.ZipFile(archive, "w") as z:
         z.writestr("data/trec.jsonl", json.dumps(row(all_classes=["Yes"])) + "\n")
