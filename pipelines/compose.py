@@ -193,7 +193,7 @@ def explain(error: BaseException, args: Sequence[str]) -> str | None:
 
 _WRITING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM),
-    *(errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
+    *(errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
 
 

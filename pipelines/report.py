@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def _cells(row: Row) -> list[str]:
     benchmark, asked, method, given = _columns(row)
     head = [benchmark, asked, method, given + (f" {row.variant}" if row.variant else "")]
     if (r := row.result) is None:
-        return [*head, row.state, *[""] * 6]
+        return [*head, row.state, *[""] * 7]
     speed = "" if r["tokens_per_second"] is None else f"{r['tokens_per_second']:.1f}" + ("*" if r["fused"] else "")
     nll = "" if r["answer_nll"] is None else f"{r['answer_nll']:.3f}"
     return [
@@ -124,6 +125,7 @@ def _cells(row: Row) -> list[str]:
         nll,
         size(r["eq1_bytes"]),
         size(r["resident_bytes"]),
+        size(r["resident_bytes_peak"]),
         size(r["full_bytes"]),
         f"{r['compression']:.2f}x",
         speed,
@@ -136,8 +138,8 @@ def _bounds(result: dict[str, Any]) -> str:
 
 
 TITLES = (
-    "benchmark", "question", "method", "budget", "score [95 % interval]", "answer NLL", "eq. 1", "resident", "full",
-    "compression", "tokens/s",
+    "benchmark", "question", "method", "budget", "score [95 % interval]", "answer NLL", "eq. 1", "resident", "peak",
+    "full", "compression", "tokens/s",
 )  # fmt: skip
 
 
@@ -291,7 +293,7 @@ def _figures(store: Store, found: Sequence[Row], folder: Path) -> list[Path]:
                 seen.append((title, plan))
     for model, pairs in plans.items():
         path = folder / f"routing_map_{_safe(model)}.png"
-        if routing_map.draw(pairs[:6], path):
+        if routing_map.draw(sorted(pairs, key=_sameness)[:6], path):
             made.append(path)
     for row in {r.payload["calibrations"].get("sensitivity"): r for r in done}.values():
         if key := row.payload["calibrations"].get("sensitivity"):
@@ -308,6 +310,11 @@ def read_singles(folder: Path) -> tuple[Any, list[str]] | None:
     from pipelines import evaluate
 
     return evaluate.single_operations(folder) if (folder / "artefact.json").exists() else None
+
+
+def _sameness(pair: tuple[str, dict[str, Any]]) -> int:
+    """Plans that give layers different shares of tokens come first where there are more than a figure holds."""
+    return -len({layer["keep"] for layer in pair[1]["layers"]})
 
 
 def _safe(name: str) -> str:
@@ -355,7 +362,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        values = parse(args, {"sweep": "latest", "paths.store": "outputs", "rescore": "false"})
+        values = parse(
+            args, {"sweep": "latest", "paths.store": os.environ.get("MOEND_STORE", "outputs"), "rescore": "false"}
+        )
         if values["rescore"] not in ("true", "false"):
             raise UserError(f"rescore is true or false, got '{values['rescore']}'")
         store, to = Store(Path(values["paths.store"]).expanduser().absolute()), console()
