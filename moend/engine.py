@@ -7,6 +7,7 @@ method kept. Where the question is unseen, all of it is fed after compression.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moend.benchmarks import Rendered
-from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument, prefill
+from moend.cache import CompressedCache, Prefilled, Row, attention_of, cache_argument, prefill
 from moend.errors import UserError
 from moend.methods import BoundMethod
 from moend.models import LoadedModel
@@ -104,21 +105,23 @@ class _Sequence:
 
     job: Job
     out: Outcome
-    cache: CompressedCache
+    cache: CompressedCache | None  # what its method kept, until it decodes
     generator: torch.Generator | None
 
-    def finish(self, cache: CompressedCache, slot: int) -> None:
-        """Record what its row of `cache` holds at the end, and whether it evicted on the way."""
-        self.out.resident_bytes_end = cache.resident_bytes(slot)
-        rows = [layer[slot] for layer in cache.rows]
-        self.out.resident_bytes_mean = sum(r.area for r in rows) / rows[0].fed
-        self.out.compressed |= any(r.n < r.seen for r in rows)
+
+def _finish(batch: Sequence[_Sequence], cache: CompressedCache, slots: Sequence[int]) -> None:
+    """Record what sequences of `cache` hold at the end, and whether they evicted on the way."""
+    held, mean, seen = cache.held, cache.mean_bytes, cache.get_seq_length()
+    for s, slot in zip(batch, slots, strict=True):
+        s.out.resident_bytes_end, s.out.resident_bytes_mean = int(held[slot]), float(mean[slot])
+        s.out.compressed |= any(min(c) < seen for c in cache.counts(slot))
 
 
 class Engine:
     """Runs examples through a model for many cells at once.
 
-    chunk: prompt tokens per forward pass. max_bytes: bound on the bytes of caches that decode together (None: none).
+    chunk: tokens per forward pass, those of all rows together. max_bytes: bound on the bytes allocated for caches that
+    decode together, padding included (None: none; one cell always decodes).
     fuse: decode the cells of an example as one batch; False decodes them one by one, for honest speeds.
     """
 
@@ -129,6 +132,7 @@ class Engine:
         self.chunk, self.max_bytes, self.fuse = chunk, max_bytes, fuse
         self.scaling = attention_scaling(loaded.model)
         self.eos = _eos_ids(loaded)
+        self.keeps_logits = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
 
     @torch.no_grad()
     def run(
@@ -166,8 +170,7 @@ class Engine:
             del prefilled  # it goes with the last fork
             outcomes, held = [], 0
             for batch in batches:
-                held = max(held, sum(s.out.resident_bytes for s in batch))
-                self._decode(batch, ids[cut:], gold, limit, rendered, generation)
+                held = max(held, self._decode(batch, ids[cut:], gold, limit, rendered, generation))
                 outcomes += [s.out for s in batch]
                 del batch
         for out in outcomes:
@@ -176,9 +179,15 @@ class Engine:
         return outcomes
 
     def _prefill(self, ids: list[int], jobs: Sequence[Job]) -> Prefilled:
-        wanted = [made.last_queries for j in jobs if (made := j.method.method.make_scorer()) is not None]
+        made = [made for j in jobs if (made := j.method.method.make_scorer()) is not None]
         tokens = torch.tensor([ids], device=self.loaded.device)
-        return prefill(self.model, tokens, last_queries=max(wanted, default=0), chunk=self.chunk)
+        return prefill(
+            self.model,
+            tokens,
+            last_queries=max((m.last_queries for m in made), default=0),
+            observe={name for m in made for name in m.observes},
+            chunk=self.chunk,
+        )
 
     def _fork(
         self,
@@ -190,30 +199,33 @@ class Engine:
         seed: int,
     ) -> Iterator[_Sequence]:
         """Compress for one job after the other, each when it is asked for."""
-        tokens, method = prefilled.tokens(), None
+        tokens, full = prefilled.tokens(), self.arch.full_bytes(prefilled.tokens())
+        method, rotary = None, None
         for job in jobs:
             begin = time.perf_counter()
             if method is not job.method:  # the draws of one cell follow each other and share its compression
                 method = job.method
+                if method.needs_rotary and rotary is None:
+                    rotary = rotations(self.model)
                 made = method.fork(
                     prefilled,
                     new,
                     seed=stable_seed(seed, rendered.sample.id),
-                    rotary=rotations(self.model) if method.needs_rotary else None,
+                    rotary=rotary,
                     scaling=self.scaling,
                 )
             cache = made.fork()
-            rows = [layer[0] for layer in cache.rows]
-            full = self.arch.full_bytes(tokens)
+            layers = cache.parts()
+            entries, storages = cache.entries(), [parts[0].storage for parts in layers]
             result = Outcome(
-                compressed=any(r.n < tokens or r.storage.quantised for r in rows),
+                compressed=any(min(n) < tokens for n in cache.counts()) or any(x.quantised for x in storages),
                 resident_bytes=cache.resident_bytes(),
-                eq1_bytes=sum(_eq1(r.n, r.storage.k_bits, r.storage.v_bits, self.arch) for r in rows),
+                eq1_bytes=sum(_eq1(r, self.arch) for parts in layers for r in parts),
                 full_bytes=full,
-                entries=[r.n for r in rows],
-                effective_keep=[r.n / tokens for r in rows],
-                k_bits=[r.storage.k_bits for r in rows],
-                v_bits=[r.storage.v_bits for r in rows],
+                entries=entries,
+                effective_keep=[n / tokens for n in entries],
+                k_bits=[x.k_bits for x in storages],
+                v_bits=[x.v_bits for x in storages],
                 select_seconds=time.perf_counter() - begin,
             )
             result.resident_bytes_peak = result.resident_bytes
@@ -225,16 +237,18 @@ class Engine:
     def _batches(self, sequences: Iterator[_Sequence]) -> Iterator[list[_Sequence]]:
         """What decodes together: as many as fit `max_bytes`, or one. The next wait uncompressed until that is done."""
         batch: list[_Sequence] = []
-        size = 0
         for s in sequences:
-            more = s.out.resident_bytes
-            if batch and not (self.fuse and (self.max_bytes is None or size + more <= self.max_bytes)):
+            if batch and not (self.fuse and self._fit([*batch, s])):
                 yield batch
-                batch, size = [], 0
+                batch = []
             batch.append(s)
-            size += more
         if batch:
             yield batch
+
+    def _fit(self, batch: list[_Sequence]) -> bool:
+        if self.max_bytes is None:
+            return True
+        return CompressedCache.allocation([s.cache for s in batch if s.cache is not None]) <= self.max_bytes
 
     def _decode(
         self,
@@ -244,19 +258,23 @@ class Engine:
         limit: int,
         rendered: Rendered,
         generation: Generation,
-    ) -> None:
+    ) -> int:
+        """Feed the rest of the prompt, score the gold text, generate; returns the most bytes allocated for caches."""
         begin = time.perf_counter()
-        cache = CompressedCache.join([s.cache for s in batch])
-        last: list[Tensor] = [torch.empty(0)] * len(batch)
-        for slots, _, part in self._feed(cache, rest, batch):
-            for slot, row in zip(slots, part, strict=True):
-                last[slot] = row[-1]
-        logits = torch.stack(last)
+        cache = CompressedCache.join([s.cache for s in batch if s.cache is not None])
+        for s in batch:
+            s.cache = None
+        for _, part in self._feed(cache, rest, batch, last=True):
+            logits = part[:, -1]
+        most = cache.allocated_bytes()
         if gold:
-            self._judge(cache.fork() if limit else cache, batch, logits, gold, count=not limit)
+            judged = cache.fork() if limit else cache
+            self._judge(judged, batch, logits, gold, count=not limit)
+            most = max(most, judged.allocated_bytes() + (cache.tail_bytes() if limit else 0))
+            del judged
         live = list(range(len(batch)))
         for step in range(limit):
-            picked = [_pick(row, batch[i].generator, generation) for row, i in zip(logits, live, strict=True)]
+            picked = self._pick([batch[i] for i in live], logits, generation)
             going = []
             for slot, (i, token) in enumerate(zip(live, picked, strict=True)):
                 s = batch[i]
@@ -267,17 +285,19 @@ class Engine:
                     s.out.finish_reason = "stop"
                 elif step + 1 < limit:
                     going.append(slot)
-                    continue
-                s.finish(cache, slot)
             if len(going) < len(live):
-                cache, live = cache.take(going), [live[g] for g in going]
-            if not live:
-                break
+                most = max(most, cache.allocated_bytes())
+                done = sorted(set(range(len(live))) - set(going))
+                _finish([batch[live[slot]] for slot in done], cache, done)
+                live = [live[slot] for slot in going]
+                if not live:
+                    break
+                cache.batch_select_indices(torch.tensor(going))
             feed = torch.tensor([[batch[i].out.token_ids[-1]] for i in live], device=self.loaded.device)
             logits = self._forward(cache, [batch[i] for i in live], feed)[:, -1]
         if not limit:
-            for slot, s in enumerate(batch):
-                s.finish(cache, slot)
+            most = max(most, cache.allocated_bytes())
+            _finish(batch, cache, range(len(batch)))
         seconds = time.perf_counter() - begin
         for s in batch:
             s.out.new_tokens, s.out.fused_rows = len(s.out.token_ids), len(batch)
@@ -285,34 +305,39 @@ class Engine:
             s.out.text = self._text(s.out.token_ids)
             for stop in rendered.stop:
                 s.out.text = s.out.text.split(stop)[0] if stop in s.out.text else s.out.text
+        return most
 
     def _feed(
-        self, cache: CompressedCache, tokens: list[int], batch: list[_Sequence], *, count: bool = True
-    ) -> Iterator[tuple[list[int], int, Tensor]]:
-        """Feed the same tokens to all rows, piece by piece: (slots, offset in tokens, logits (slots, q, V)).
+        self,
+        cache: CompressedCache,
+        tokens: list[int],
+        batch: list[_Sequence],
+        *,
+        count: bool = True,
+        last: bool = False,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Feed the same tokens to all rows, piece by piece: (offset in tokens, logits (rows, q, V)).
 
-        Rows with room for all go together, the others alone in pieces that they have room for: what a row computes
-        does not depend on its company. count: whether the bytes held meanwhile count for their cells.
+        A piece has `chunk` tokens in all. count: whether the bytes held meanwhile count for their cells. last: only the
+        logits of each piece's last token are wanted.
         """
-        rooms = [cache.room(slot) for slot in range(len(batch))]
-        wide = [slot for slot, room in enumerate(rooms) if room is None or room >= len(tokens)]
-        for slots in [*([wide] if wide else []), *([s] for s in range(len(batch)) if s not in wide)]:
-            part, start = cache.take(slots), 0
-            while start < len(tokens):
-                room = part.room()
-                stop = min(len(tokens), start + self.chunk, start + (len(tokens) if room is None else room))
-                ids = torch.tensor([tokens[start:stop]], device=self.loaded.device).expand(len(slots), -1)
-                yield slots, start, self._forward(part, [batch[s] for s in slots] if count else [], ids)
-                start = stop
+        size = max(self.chunk // len(batch), 1)
+        for start in range(0, len(tokens), size):
+            ids = torch.tensor([tokens[start : start + size]], device=self.loaded.device).expand(len(batch), -1)
+            yield start, self._forward(cache, batch if count else [], ids, last=last)
 
-    def _forward(self, cache: CompressedCache, batch: list[_Sequence], ids: Tensor) -> Tensor:
+    def _forward(
+        self, cache: CompressedCache, batch: Sequence[_Sequence], ids: Tensor, *, last: bool = False
+    ) -> Tensor:
         seen = cache.get_seq_length()
         positions = torch.arange(seen, seen + ids.shape[1], device=ids.device)[None].expand(ids.shape)
+        wanted = {"logits_to_keep": 1} if last and self.keeps_logits else {}
         logits: Tensor = self.model(
-            input_ids=ids, position_ids=positions, use_cache=True, **{cache_argument(self.model): cache}
+            input_ids=ids, position_ids=positions, use_cache=True, **{cache_argument(self.model): cache}, **wanted
         ).logits
-        for slot, s in enumerate(batch):
-            s.out.resident_bytes_peak = max(s.out.resident_bytes_peak, cache.peak_bytes(slot))
+        if batch:
+            for s, peak in zip(batch, cache.peaks.tolist(), strict=True):
+                s.out.resident_bytes_peak = max(s.out.resident_bytes_peak, peak)
         return logits
 
     def _judge(
@@ -322,18 +347,24 @@ class Engine:
         target = torch.tensor(gold, device=first.device)
         loss, hits = torch.zeros(len(batch)), torch.zeros(len(batch))
 
-        def add(slots: list[int], logits: Tensor, start: int) -> None:
-            for slot, row in zip(slots, logits.float(), strict=True):
-                wanted = target[start : start + len(row)]
-                loss[slot] += torch.nn.functional.cross_entropy(row, wanted, reduction="sum").cpu()
-                hits[slot] += (row.argmax(-1) == wanted).sum().cpu()
+        def add(logits: Tensor, start: int) -> None:
+            wanted = target[start : start + logits.shape[1]].expand(len(batch), -1)
+            at = logits.gather(-1, wanted[..., None])[..., 0].float()
+            loss.add_((torch.logsumexp(logits.float(), dim=-1) - at).sum(1).cpu())
+            hits.add_((logits.argmax(-1) == wanted).sum(1).cpu())
 
-        add(list(range(len(batch))), first[:, None], 0)
-        for slots, start, logits in self._feed(cache, gold[:-1], batch, count=count):
-            add(slots, logits, start + 1)
-        for slot, s in enumerate(batch):
-            s.out.answer_nll = float(loss[slot]) / len(gold)
-            s.out.token_accuracy = float(hits[slot]) / len(gold)
+        add(first[:, None], 0)
+        for start, logits in self._feed(cache, gold[:-1], batch, count=count):
+            add(logits, start + 1)
+        for s, nll, hit in zip(batch, loss.tolist(), hits.tolist(), strict=True):
+            s.out.answer_nll, s.out.token_accuracy = nll / len(gold), hit / len(gold)
+
+    def _pick(self, batch: list[_Sequence], logits: Tensor, generation: Generation) -> list[int]:
+        """The next token of each row."""
+        if generation.temperature <= 0:
+            greedy: list[int] = logits.argmax(-1).tolist()
+            return greedy
+        return [_pick(row, s.generator, generation) for s, row in zip(batch, logits, strict=True)]
 
     def _stopped(self, s: _Sequence, rendered: Rendered) -> bool:
         text = self._text(s.out.token_ids)
@@ -343,14 +374,12 @@ class Engine:
         return str(self.loaded.tokenizer.decode([i for i in ids if i not in self.eos], skip_special_tokens=True))
 
 
-def _eq1(n: int, k_bits: int, v_bits: int, arch: Arch) -> int:
-    return eq1_bytes(n, arch.kv_heads, arch.head_dim, k_bits, v_bits)
+def _eq1(row: Row, arch: Arch) -> int:
+    return eq1_bytes(row.n, row.heads, arch.head_dim, row.storage.k_bits, row.storage.v_bits)
 
 
 def _pick(logits: Tensor, generator: torch.Generator | None, generation: Generation) -> int:
-    """Greedy, or one draw from the smallest set of tokens whose probability reaches top_p."""
-    if generator is None:
-        return int(logits.argmax())
+    """One draw from the smallest set of tokens whose probability reaches top_p."""
     probs = torch.softmax(logits.cpu().double() / generation.temperature, dim=-1)
     ordered, index = probs.sort(descending=True, stable=True)
     ordered[ordered.cumsum(0) - ordered >= generation.top_p] = 0.0

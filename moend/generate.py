@@ -75,7 +75,7 @@ def compress(
         given=plan,
     )
     for kind in chosen.calibrations:
-        if not (kind == "sensitivity" and plan is not None):
+        if kind not in ("sensitivity", "kl", "ripple") or plan is None:  # what a given plan replaces
             bound.artefact(kind)
     scaling = attention_scaling(model)
     made = chosen.make_scorer()
@@ -106,7 +106,13 @@ def compress(
         mask: Tensor | None = kwargs.get("attention_mask")
         if ids.shape[1] > 1:
             shorter = None if mask is None else mask[:, : ids.shape[1] - 1]
-            done = prefill(model, ids[:, :-1], shorter, last_queries=made.last_queries if made else 0)
+            done = prefill(
+                model,
+                ids[:, :-1],
+                shorter,
+                last_queries=made.last_queries if made else 0,
+                observe=made.observes if made else (),
+            )
         else:
             done = Prefilled.empty(bound.arch, ids, model.config)
         rotation = rotations(model) if bound.needs_rotary else None
@@ -115,7 +121,7 @@ def compress(
             fitted, new = follow(done.tokens(r))
             caches.append(fitted.fork(done, new, seed=seed, row=r, rotary=rotation, scaling=scaling))
         full = CompressedCache.join(caches)
-        seen = torch.tensor([[r.seen] for r in full.rows[0]], device=ids.device)
+        seen = torch.tensor([[parts[0].seen] for parts in full.layers[0].parts], device=ids.device)
         kwargs.pop("past_key_values", None)
         kwargs.pop("cache_position", None)
         return args, {**kwargs, "input_ids": ids[:, -1:], "position_ids": seen, "use_cache": True, name: full}

@@ -7,6 +7,7 @@ gives each sample its plan and forks its cache from a prefill.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from moend.allocation import Demand, routed, uniform
+from moend.allocation import Demand, pyramid, ripple, routed, shaped, uniform
+from moend.allocation.shares import Shape
 from moend.cache import CompressedCache, LayerSpec, Prefilled, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
 from moend.errors import Blocked, Infeasible, UserError, unknown
@@ -31,20 +33,21 @@ EVERYTHING = 2**40  # a cap that is never reached
 class Method:
     """The fields of a conf/method file.
 
-    scorer: {name, parameters} or None (all tokens). allocator: all | uniform | routed. precision: {k_bits, v_bits},
-    each a number or `routed`. schedule: prompt (compress once) | every (again while decoding, every `beta` tokens).
+    scorer: {name, parameters} or None (all tokens). allocator: all | uniform | pyramid | ripple | routed. precision:
+    {k_bits, v_bits}, each a number or `routed`. schedule: prompt (compress once) | every (again while decoding, every
+    `beta` tokens).
     """
 
     name: str
     version: int = 1
     scorer: Mapping[str, Any] | None = None
-    allocator: Literal["all", "uniform", "routed"] = "uniform"
+    allocator: Literal["all", "uniform", "pyramid", "ripple", "routed"] = "uniform"
     precision: Mapping[str, int | str] = field(default_factory=lambda: {"k_bits": 16, "v_bits": 16})
     schedule: Literal["prompt", "every"] = "prompt"
     beta: int = 128
     overshoot: Literal["auto", "counted", "paper"] = "auto"
     n_sink: int = 4
-    recent: int = 32
+    recent: int | float = 32  # entries; a share in (0, 1): of what a layer keeps
     group: int = 64
     window: int | None = None  # None: one group, at most an eighth of the cap
     cost: Literal["resident", "eq1"] = "resident"
@@ -55,23 +58,32 @@ class Method:
     bits: Sequence[int] = (16, 8, 4)
     extend_lattice: bool = True
     always_quantise: bool = False
+    r: float = 1.5  # ripple: the budgets of the most and the least sensitive layer are as r to 1
+    gamma: float = 4.0  # ripple: multipliers are clipped to [1 / gamma, gamma]
+    signal: Literal["output", "local"] = "output"  # ripple: the response that budgets follow
 
     def __post_init__(self) -> None:
         choices: dict[str, Sequence[str]] = {
-            "allocator": ("all", "uniform", "routed"),
+            "allocator": ("all", "uniform", "pyramid", "ripple", "routed"),
             "schedule": ("prompt", "every"),
             "overshoot": ("auto", "counted", "paper"),
             "cost": ("resident", "eq1"),
             "solver": ("exact", "greedy", "greedy_paper"),
             "table": ("sensitivity", "kl"),
+            "signal": ("output", "local"),
         }
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise unknown(f"method.{key}", str(getattr(self, key)), allowed)
-        for key, low in {"beta": 1, "n_sink": 0, "recent": 0, "group": 1}.items():
+        for key, low in {"beta": 1, "n_sink": 0, "group": 1}.items():
             value = getattr(self, key)
             if not isinstance(value, int) or value < low:
                 raise UserError(f"method.{key} must be a whole number >= {low}, got {value!r}")
+        whole = isinstance(self.recent, int) and not isinstance(self.recent, bool)
+        if not (self.recent >= 0 if whole else 0 < self.recent < 1):
+            raise UserError(
+                f"method.recent must be a whole number >= 0 or a share in (0, 1) of what is kept, got {self.recent!r}"
+            )
         if self.window is not None and self.window < 0:
             raise UserError(f"method.window must be >= 0 or null, got {self.window}")
         if not all(0 < k <= 1 for k in self.keeps) or not self.keeps:
@@ -85,6 +97,11 @@ class Method:
                 raise UserError(f"method.precision.{side} must be one of {BITS} or routed, got {value!r}")
         if not self.bits or not set(self.bits) <= set(BITS):
             raise UserError(f"method.bits must be among {BITS}, at least one, got {list(self.bits)}")
+        for key in ("r", "gamma"):
+            if not getattr(self, key) >= 1:
+                raise UserError(f"method.{key} must be a number >= 1, got {getattr(self, key)!r}")
+        if self.allocator in ("pyramid", "ripple") and "routed" in self.precision.values():
+            raise UserError(f"method.allocator '{self.allocator}' divides tokens only: precision cannot be routed")
         if (self.allocator == "all") != (self.scorer is None):
             raise UserError("method.scorer must be null exactly where method.allocator is 'all'")
         self.make_scorer()
@@ -98,6 +115,8 @@ class Method:
     def calibrations(self) -> tuple[str, ...]:
         """Kinds of calibration it needs."""
         kinds: set[str] = {self.table} if self.routes_bits or self.allocator == "routed" else set()
+        if self.allocator == "ripple":
+            kinds.add("ripple")
         made = self.make_scorer()
         if made is not None and made.statistics:
             kinds.add(made.statistics)
@@ -120,9 +139,11 @@ class Method:
         group = min(self.group, 32) if cap < 256 else self.group
         window = min(group, cap // 8) if self.window is None else self.window
         form: Literal["none", "shared", "per_head"] = "none"
+        mass = False
         if (made := self.make_scorer()) is not None:
             form = "per_head" if made.per_head else "shared"
-        return Storage(k_bits, v_bits, group, window, form)
+            mass = self.schedule == "every" and "mass" in made.observes
+        return Storage(k_bits, v_bits, group, window, form, mass)
 
 
 METHOD_FOLDERS = (Path(__file__).parents[1] / "conf" / "method",)
@@ -244,9 +265,14 @@ class BoundMethod:
         tokens = reference if m.allocator == "all" else None
         if paper and m.allocator == "uniform":
             tokens = max(int(b if fixed == (16, 16) else b * 4 / 1.5), 1)
+        top = reference - new if demand.exact and m.schedule == "prompt" else reference
+        solved = None
         try:
-            if fixed is not None and m.allocator != "routed":
-                layers, solved = uniform(demand, fixed, tokens), None
+            if fixed is not None and m.allocator in ("pyramid", "ripple"):
+                recent = m.recent if isinstance(m.recent, int) else 0
+                layers = shaped(demand, fixed, self._shape(), m.n_sink + recent, top)
+            elif fixed is not None and m.allocator != "routed":
+                layers = uniform(demand, fixed, tokens)
             else:
                 layers, solved = routed(
                     demand,
@@ -263,8 +289,8 @@ class BoundMethod:
         ratio = self.t_ref is None
         heads, dim = arch.kv_heads, arch.head_dim
         held = [min(x.tokens or 0, reference) for x in layers]
-        whole = [demand.exact and n >= reference for n in held]
-        left = [n - new if w else n - self.reserve(n, new) for n, w in zip(held, whole, strict=True)]
+        whole = [demand.exact and n >= top for n in held]
+        left = [reference - new if w else n - self.reserve(n, new) for n, w in zip(held, whole, strict=True)]
         resident = sum(
             int(layer_bytes(n, self._stored(x, full=w), heads, dim))
             for n, x, w in zip(left, layers, whole, strict=True)
@@ -287,9 +313,19 @@ class BoundMethod:
             },
         )
 
+    def _shape(self) -> Shape:
+        """How the allocator divides entries among layers."""
+        m = self.method
+        if m.allocator == "pyramid":
+            recent = m.recent if isinstance(m.recent, int) else 0
+            return functools.partial(pyramid, layers=self.arch.layers, window=m.n_sink + recent)
+        measured = self.artefact("ripple").tensors["response" if m.signal == "output" else "local"]
+        profile = measured.double().mean(0).numpy()  # over examples
+        return functools.partial(ripple, profile=profile, r=m.r, gamma=m.gamma)
+
     def _stored(self, layer: LayerPlan, full: bool) -> Storage:
         storage = self.method.storage(layer.tokens or 0, layer.k_bits, layer.v_bits)
-        return replace(storage, positions="none") if full else storage
+        return storage.whole if full else storage
 
     def artefact(self, kind: str) -> Artefact:
         """The calibration of that kind; a missing one is an error that names the command."""
@@ -337,7 +373,7 @@ class BoundMethod:
             if self.method.schedule == "every" and self.overshoot == "counted":
                 cap = self._growth(cap, tokens, new, storage)
             if cap >= tokens + new or self.method.allocator == "all":
-                specs.append(LayerSpec(EVERYTHING, storage))
+                specs.append(LayerSpec(EVERYTHING, storage.whole))
             elif self.method.schedule == "prompt":
                 specs.append(LayerSpec(cap, storage))
             else:

@@ -159,17 +159,17 @@ def spec(name: str, **changes: Any) -> ModelSpec:
     return ModelSpec(**fields)
 
 
-def identity(spec: ModelSpec, cache_dir: Path) -> dict[str, Any]:
+def identity(spec: ModelSpec, cache_dir: Path, *, network: bool = True) -> dict[str, Any]:
     """What these weights are, for a cell's key: {"id", "revision"} or {"id", "weights_sha256"}.
 
-    Nothing is loaded, and the network is asked only for a hub name without a pinned commit: that is resolved once and
-    then kept in the cache. Where it cannot be resolved the revision is the branch's name: such a cell is blocked.
+    Nothing is loaded, and the network (if allowed) is asked only for a hub name without a pinned commit: that is
+    resolved once and then kept in the cache. Where it cannot be resolved the revision is the branch's name.
     A local folder is known by its own name and its files, not by where it lies.
     """
     if spec.source == "wheel":
         return {"id": spec.id, "weights_sha256": spec.sha256}
     if spec.source == "hub":
-        return {"id": spec.id, "revision": _commit(spec, cache_dir, network=True) or spec.revision or "main"}
+        return {"id": spec.id, "revision": _commit(spec, cache_dir, network=network) or spec.revision or "main"}
     folder = _folder(spec)
     return {"id": folder.name, "weights_sha256": _folder_hash(folder, spec, cache_dir)}
 
@@ -208,7 +208,7 @@ def read_arch(spec: ModelSpec, cache_dir: Path) -> Arch:
     if (pinned := spec.pinned_arch) is not None:
         return pinned
     if spec.source == "hub" and not spec.gguf_file and not _snapshot(spec, cache_dir):
-        found = _ask_hub(str(spec.id), spec.revision or "main", str(_hub_roots(cache_dir)[-1]))
+        found = _ask_hub(str(spec.id), spec.revision or "main", str(hub_roots(cache_dir)[-1]))
         if found is None:
             raise Blocked(str(available(spec, cache_dir)))
         folder = Path(found)
@@ -285,9 +285,10 @@ def load(spec: ModelSpec, cache_dir: Path) -> LoadedModel:
     checkpoint = _checkpoint_dtype(folder, model, gguf_file)
     arch = arch_of(model.config)
     _compare(spec, arch)
+    placed = {p.device.type for p in model.parameters()} if spec.device_map else {device.type}
+    if spec.dtype == "auto" and placed == {"cpu"} and model.num_parameters() < SMALL:
+        model = model.float()
     if not spec.device_map:
-        if spec.dtype == "auto" and device.type == "cpu" and model.num_parameters() < SMALL:
-            model = model.float()
         model = model.to(device)
     model = model.eval().requires_grad_(False)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes an empty one where it finds no file
@@ -661,6 +662,13 @@ def _verify(folder: Path, spec: ModelSpec, cache_dir: Path) -> None:
 # The hub
 
 
+def hub_is_off() -> bool:
+    """Whether the environment forbids asking the hub (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
 def _hub_name(spec: ModelSpec) -> str:
     return f"{spec.id}@{(spec.revision or 'main')[:12]}"
 
@@ -669,11 +677,11 @@ def _hub_help(spec: ModelSpec, cache_dir: Path) -> str:
     revision = f" --revision {spec.revision}" if spec.revision else ""
     return (
         f"Without network: run 'hf download {spec.id}{revision}' elsewhere and copy the folder into "
-        f"{_hub_roots(cache_dir)[-1]}, or set model=hf model.id=/path/to/folder"
+        f"{hub_roots(cache_dir)[-1]}, or set model=hf model.id=/path/to/folder"
     )
 
 
-def _hub_roots(cache_dir: Path) -> list[Path]:
+def hub_roots(cache_dir: Path) -> list[Path]:
     """Where hub snapshots may lie: Hugging Face's own cache, then ours. Downloads go to the last.
 
     A cache that the environment names (HF_HOME, HF_HUB_CACHE) is used for downloads too; otherwise everything that is
@@ -696,11 +704,11 @@ def _commit(spec: ModelSpec, cache_dir: Path, *, network: bool) -> str | None:
     if _is_commit(spec.revision):
         return spec.revision
     revision = spec.revision or "main"
-    for root in _hub_roots(cache_dir):
+    for root in hub_roots(cache_dir):
         ref = root / _repo_folder(spec) / "refs" / revision
         if ref.is_file():
             return ref.read_text(encoding="ascii").strip()
-    found = _ask_hub(str(spec.id), revision, str(_hub_roots(cache_dir)[-1])) if network else None
+    found = _ask_hub(str(spec.id), revision, str(hub_roots(cache_dir)[-1])) if network else None
     return None if found is None else Path(found).name
 
 
@@ -730,7 +738,7 @@ def _repo_folder(spec: ModelSpec) -> str:
 def _snapshot(spec: ModelSpec, cache_dir: Path) -> Path | None:
     """A complete snapshot on this machine, or None."""
     commit = _commit(spec, cache_dir, network=False)
-    for root in _hub_roots(cache_dir) if commit else []:
+    for root in hub_roots(cache_dir) if commit else []:
         folder = root / _repo_folder(spec) / "snapshots" / str(commit)
         has_config = (folder / "config.json").is_file() or spec.gguf_file
         if folder.is_dir() and has_config and not _missing_weights(folder, spec):
@@ -751,7 +759,7 @@ def _fetch_hub(spec: ModelSpec, cache_dir: Path) -> Path:
         RevisionNotFoundError,
     )
 
-    root = _hub_roots(cache_dir)[-1]
+    root = hub_roots(cache_dir)[-1]
     allow = ["*.json", "*.jinja", "*.txt", "tokenizer.model", *(["*.py"] if spec.trust_remote_code else [])]
     if spec.gguf_file:
         allow.append(spec.gguf_file)

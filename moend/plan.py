@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -47,6 +47,7 @@ class Storage:
     the 16-bit tail grows to window + group - 1 before its oldest `group` tokens are packed. A 16-bit side has no
     window: all of it is held as it is.
     positions: "none" where nothing was evicted, "shared" one int32 per token, "per_head" one per token and KV head.
+    mass: also one float32 per token and KV head, the attention it received, for scorers that go on summing it.
     """
 
     k_bits: int = 16
@@ -54,6 +55,7 @@ class Storage:
     group: int = 64
     window: int = 64
     positions: Literal["none", "shared", "per_head"] = "none"
+    mass: bool = False
 
     def __post_init__(self) -> None:
         if self.k_bits not in BITS or self.v_bits not in BITS:
@@ -65,6 +67,11 @@ class Storage:
     def quantised(self) -> bool:
         """True where K or V has fewer than 16 bits."""
         return self.k_bits < 16 or self.v_bits < 16
+
+    @property
+    def whole(self) -> Storage:
+        """How a layer that never evicts is held: nothing is kept for choosing."""
+        return replace(self, positions="none", mass=False)
 
 
 def v_group(head_dim: int) -> int:
@@ -91,8 +98,8 @@ def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, t
         v = m * head_dim * storage.v_bits // 8 + m * (head_dim // v_group(head_dim)) * 4 + t * head_dim * 2
     else:
         v = n * head_dim * 2
-    positions = {"none": 0, "shared": 4, "per_head": 4 * kv_heads}[storage.positions]
-    return np.asarray(kv_heads * (k + v) + positions * n, dtype=np.int64)
+    beside = {"none": 0, "shared": 4, "per_head": 4 * kv_heads}[storage.positions] + 4 * kv_heads * storage.mass
+    return np.asarray(kv_heads * (k + v) + beside * n, dtype=np.int64)
 
 
 def peak_layer_bytes(cap: int, reserve: int, storage: Storage, kv_heads: int, head_dim: int) -> int:

@@ -16,6 +16,7 @@ from scipy.stats import binomtest, norm
 
 Floats = npt.NDArray[np.float64]
 RESAMPLES = 10_000
+EXACT = 13  # so many differing pairs have fewer sign patterns than we would draw
 _BLOCK = 4_000_000  # resampled values held at once
 
 
@@ -37,11 +38,14 @@ class Difference:
     high: float | None
     p: float
     n: int
-    test: Literal["bootstrap", "mcnemar"]
+    test: Literal["sign flips", "mcnemar"]
 
 
-def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
-    """Wilson's score interval for a share (Wilson 1927): the p with |k/n - p| <= z sqrt(p (1-p) / n)."""
+def wilson(successes: float, n: int, level: float = 0.95) -> Interval:
+    """Wilson's score interval for a share (Wilson 1927): the p with |k/n - p| <= z sqrt(p (1-p) / n).
+
+    successes may be a sum of scores from 0 to 1: of all such scores of one mean, zeros and ones vary most.
+    """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"successes={successes} of n={n}")
     z = float(norm.ppf((1 + level) / 2))
@@ -70,7 +74,7 @@ def bootstrap(
     acceleration. One example per stratum, or fewer, has no spread: None. Equal values give an interval of width zero.
     """
     groups = _clusters(values, ids, strata)
-    return _interval(groups, seed, level, method, resamples)[0]
+    return _interval(groups, seed, level, method, resamples)
 
 
 def paired_bootstrap(
@@ -83,19 +87,36 @@ def paired_bootstrap(
     level: float = 0.95,
     resamples: int = RESAMPLES,
 ) -> Difference:
-    """Bootstrap of the mean difference a - b over the same examples; arguments as for `bootstrap`.
+    """Bootstrap interval of the mean difference a - b over the same examples; arguments as for `bootstrap`.
 
-    The p-value is twice the smaller share of resampled differences on one side of zero (the observed one counted in),
-    but no less than m examples that differ can show by their signs, 2 / 2^m: resampling one example gives no evidence.
+    The p-value is of the randomisation test (Fisher 1935): if the two are exchangeable on every example, each
+    difference could as well have had the other sign; p is the share of sign patterns whose mean is as far from zero.
+    It is exact for few differing pairs, holds its level at any n, and is the sign test for scores of 0 and 1.
+    Where all examples of each task differ alike (none at all, say) there is no interval: resampling would claim
+    certainty.
     """
     if len(a) != len(b):
         raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
     groups = _clusters([x - y for x, y in zip(a, b, strict=True)], ids, strata)
-    interval, draws = _interval(groups, seed, level, "bca", resamples)
-    side = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
-    differ = sum(int(np.count_nonzero(g)) for g in groups)
-    p = min(1.0, max(2 * (side + 1) / (len(draws) + 1), 2.0 ** (1 - differ)))
-    return Difference(interval.value, interval.low, interval.high, p, sum(map(len, groups)), "bootstrap")
+    p, n = _sign_flips(groups, seed, resamples), sum(map(len, groups))
+    if all(np.ptp(g) == 0 for g in groups):
+        return Difference(float(np.mean([g.mean() for g in groups])), None, None, p, n, "sign flips")
+    interval = _interval(groups, seed, level, "bca", resamples)
+    return Difference(interval.value, interval.low, interval.high, p, n, "sign flips")
+
+
+def paired_share(first: int, second: int, n: int, level: float = 0.95) -> Interval:
+    """Interval of a difference of two shares on the same n examples (Bonett and Price 2012): adjusted Wald.
+
+    first, second: examples that only the one and only the other has right. One of each is added, and two examples; so
+    no discordant pair among few examples does not read as certainty that there is no difference.
+    """
+    if min(first, second) < 0 or first + second > n or n < 1:
+        raise ValueError(f"{first} and {second} of n={n}")
+    z = float(norm.ppf((1 + level) / 2))
+    p, q = (first + 1) / (n + 2), (second + 1) / (n + 2)
+    half = z * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
+    return Interval((first - second) / n, max(p - q - half, -1.0), min(p - q + half, 1.0))
 
 
 def mcnemar_exact(a: Sequence[float], b: Sequence[float]) -> float:
@@ -127,18 +148,35 @@ def score_interval(
     seed: int = 0,
     level: float = 0.95,
 ) -> Interval:
-    """Wilson for 0/1 scores of one task with one draw per example, else the bootstrap.
+    """Wilson for 0/1 scores of one task with one draw per example, else the stratified bootstrap.
 
-    Also Wilson (of all examples together) where several tasks or draws have nothing but zeros or nothing but ones: a
-    bootstrap would claim certainty.
+    Where the examples of a task all score alike (all 0, say, of any metric) a bootstrap would claim certainty for it.
+    Such a task gets Wilson's interval, whatever its metric, and the macro mean combines the tasks' own intervals:
+    the distances to their bounds add in squares (Zou and Donner 2008). None where there is no such bound: outside of 0
+    to 1, and for a task of one example.
     """
-    examples = len(scores) if ids is None else len(set(zip(strata or ids, ids, strict=True)))
-    one_task = strata is None or len(set(strata)) == 1
-    if _binary(scores) and one_task and examples == len(scores):
+    groups = _clusters(scores, ids, strata)
+    examples = sum(map(len, groups))
+    if _binary(scores) and len(groups) == 1 and examples == len(scores):
         return wilson(round(sum(scores)), examples, level)
-    if _binary(scores) and len(set(scores)) == 1:
-        return wilson(round(scores[0]) * examples, examples, level)
-    return bootstrap(scores, ids, strata, seed=seed, level=level)
+    if all(np.ptp(g) > 0 for g in groups):
+        return _interval(groups, seed, level, "bca", RESAMPLES)
+    parts = [_of_task(g, seed, level) for g in groups]
+    value = float(np.mean([p.value for p in parts]))
+    if any(p.low is None or p.high is None for p in parts):
+        return Interval(value, None, None)
+    below = math.hypot(*(p.value - p.low for p in parts if p.low is not None)) / len(parts)
+    above = math.hypot(*(p.high - p.value for p in parts if p.high is not None)) / len(parts)
+    return Interval(value, value - below, value + above)
+
+
+def _of_task(means: Floats, seed: int, level: float) -> Interval:
+    if np.ptp(means) > 0:
+        return _interval([means], seed, level, "bca", RESAMPLES)
+    value = float(means[0])
+    if len(means) > 1 and 0 <= value <= 1:
+        return wilson(value * len(means), len(means), level)
+    return Interval(value, None, None)
 
 
 def summarise(records: Iterable[Mapping[str, Any]], *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
@@ -164,9 +202,10 @@ def summarise(records: Iterable[Mapping[str, Any]], *, seed: int = 0, level: flo
 def compare(
     a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]], *, seed: int = 0, level: float = 0.95
 ) -> Difference:
-    """Paired difference a - b of two cells on the same examples: paired bootstrap, with McNemar's p for 0/1 scores.
+    """Paired difference a - b of two cells on the same examples: paired bootstrap with the p-value of sign flips.
 
-    records as for `summarise`. Draws of an example are averaged. McNemar's test serves one task with one draw each.
+    records as for `summarise`. Draws of an example are averaged. For 0/1 scores of one task with one draw each:
+    McNemar's exact test and the interval of `paired_share`.
     ValueError where the two do not hold the same examples.
     """
     left, n_left = _means(a)
@@ -178,11 +217,12 @@ def compare(
     keys = list(left)
     x, y = [left[k] for k in keys], [right[k] for k in keys]
     strata = [task for task, _ in keys]
-    result = paired_bootstrap(x, y, keys, strata, seed=seed, level=level)
     one_draw = n_left == n_right == len(keys)
     if one_draw and len(set(strata)) == 1 and _binary(x) and _binary(y):
-        return Difference(result.value, result.low, result.high, mcnemar_exact(x, y), result.n, "mcnemar")
-    return result
+        only_x, only_y = (sum(p > q for p, q in pairs) for pairs in (zip(x, y, strict=True), zip(y, x, strict=True)))
+        share = paired_share(only_x, only_y, len(keys), level)
+        return Difference(share.value, share.low, share.high, mcnemar_exact(x, y), len(keys), "mcnemar")
+    return paired_bootstrap(x, y, keys, strata, seed=seed, level=level)
 
 
 def _means(records: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], float], int]:
@@ -216,8 +256,25 @@ def _clusters(
     return [np.array([sum(v) / len(v) for v in examples.values()]) for examples in groups.values()]
 
 
-def _interval(groups: list[Floats], seed: int, level: float, method: str, resamples: int) -> tuple[Interval, Floats]:
+def _sign_flips(groups: list[Floats], seed: int, resamples: int) -> float:
+    """Two-sided p of the macro mean under random signs: all sign patterns of few values, else drawn ones."""
+    d = np.concatenate([g / (len(g) * len(groups)) for g in groups])
+    d = d[d != 0]
+    least = abs(float(d.sum())) - 1e-9 * float(np.abs(d).sum())  # ties up to rounding count
+    if len(d) <= EXACT:
+        signs = 1 - 2 * (np.arange(2 ** len(d))[:, None] >> np.arange(len(d)) & 1)
+        return float((np.abs(signs @ d) >= least).mean())
+    rng, step, count = np.random.default_rng(seed), max(1, _BLOCK // len(d)), 0
+    for i in range(0, resamples, step):
+        signs = 2 * rng.integers(2, size=(min(step, resamples - i), len(d)), dtype=np.int8) - 1
+        count += int((np.abs(signs @ d) >= least).sum())
+    return (count + 1) / (resamples + 1)  # the observed one counted in
+
+
+def _interval(groups: list[Floats], seed: int, level: float, method: str, resamples: int) -> Interval:
     estimate = float(np.mean([g.mean() for g in groups]))
+    if all(len(g) == 1 for g in groups):
+        return Interval(estimate, None, None)
     rng = np.random.default_rng(seed)
     draws = np.zeros(resamples)
     for g in groups:
@@ -225,14 +282,12 @@ def _interval(groups: list[Floats], seed: int, level: float, method: str, resamp
         for i in range(0, resamples, step):
             size = min(step, resamples - i)
             draws[i : i + size] += g[rng.integers(len(g), size=(size, len(g)))].mean(axis=1) / len(groups)
-    if all(len(g) == 1 for g in groups):
-        return Interval(estimate, None, None), draws
     tail = (1 - level) / 2
     shares = np.array([tail, 1 - tail])
     if method == "bca":
         shares = _bca(groups, draws, estimate, shares)
     low, high = np.quantile(draws, shares)
-    return Interval(estimate, float(low), float(high)), draws
+    return Interval(estimate, float(low), float(high))
 
 
 def _bca(groups: list[Floats], draws: Floats, estimate: float, shares: Floats) -> Floats:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-METHODS = ("1d", "2d_uniform", "SnapKV")
+METHODS = ("1d", "2d_uniform", "SnapKV", "H2O")
 
 
 def resident(field: str) -> int:
@@ -89,7 +89,9 @@ class Bench:
         )
         made = bound.method.make_scorer()
         with self.torch.no_grad(), attention_of(model):
-            done = prefill(model, ids, last_queries=made.last_queries if made else 0)
+            done = prefill(
+                model, ids, last_queries=made.last_queries if made else 0, observe=made.observes if made else ()
+            )
             rotary = rotations(model) if bound.needs_rotary else None
             bound.fork(done, 16, rotary=rotary, scaling=self.scaling)
 
@@ -127,7 +129,7 @@ def main() -> None:
                 text=True,
             ).stdout.splitlines()[-1]
         )
-        for kind in ("plain", "1d")
+        for kind in ("plain", "1d", "H2O")
         for n in args.lengths
     }
     print(

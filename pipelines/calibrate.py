@@ -27,30 +27,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def calibrate(points: list[Point]) -> int:
-    """Compute or load the artefacts of every cell, solve its plan, show and write it."""
+    """Compute or load the artefacts of every cell, solve its plan, show and write it; one never takes others along."""
     console, library = terminal.console(), evaluate.Library()
     plan = planner.make_plan(points, library)
-    for cell in plan.cells:
-        cell.state = "blocked" if cell.facts.blocked else "infeasible" if cell.facts.infeasible else "run"
-        cell.reason = cell.facts.blocked or cell.facts.infeasible or ""
-        if cell.reason:
-            raise UserError(cell.reason)
-    plan.groups = [plan.cells]
+    for cell in plan.cells:  # records and a benchmark's data are not needed
+        cell.state, cell.reason = "run", ""
+        if cell.facts.arch is None and cell.facts.blocked:
+            cell.state, cell.reason = "blocked", cell.facts.blocked
+        elif cell.facts.infeasible:
+            cell.state, cell.reason = "infeasible", cell.facts.infeasible
+    without = [c for c in plan.cells if c.state != "run"]
+    for reason, cells in _by_reason(without).items() if len(plan.cells) > 1 else ():
+        say(console, f"{cells[0].state}: {', '.join(c.label for c in cells)}: {reason}")
+    plan.groups = [[c for c in plan.cells if c.state == "run"]]
     if plan.cells[0].config.dry_run:
-        for need, _ in plan.calibrations.values():
+        for need, cell in plan.calibrations.values():
             have = (plan.store.calibration(need.key) / "artefact.json").exists()
-            say(console, f"{need.kind} {need.key}: {'there' if have else 'to be computed'}")
-        return 0
-    plan.store.prepare()
-    Runner(plan, library, console).calibrate()
-    for cell in plan.cells:
-        if cell.state == "blocked":
-            raise UserError(cell.reason)
-        if cell.state == "failed":
-            return 1
-        _one(plan, cell, library, console)
-    _agree(plan, console)
-    return 0
+            say(console, f"{need.kind} of {cell.facts.model} {need.key}: {'there' if have else 'to be computed'}")
+        for line in plan.absent:
+            say(console, f"a run fetches first: {line}")
+    elif plan.groups[0]:
+        plan.store.prepare()
+        Runner(plan, library, console).calibrate()
+        for cell in (c for c in plan.cells if c.state == "run"):
+            _one(plan, cell, library, console)
+        _agree(plan, console)
+    ended = {c.state for c in plan.cells}
+    if len(plan.cells) == 1 and ended & {"blocked", "infeasible"}:
+        raise UserError(plan.cells[0].reason)
+    return 1 if "failed" in ended else 2 if ended & {"blocked", "infeasible"} else 0
+
+
+def _by_reason(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.reason, []).append(cell)
+    return found
 
 
 def _agree(plan: Plan, console: Console) -> None:
@@ -75,6 +87,8 @@ def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) ->
         say(console, f"{cell.label}: keeps everything, there is no plan")
         return
     show(cell, routed, console)
+    if "ripple" in folders:
+        show_ripple(evaluate.ripple_profile(folders["ripple"]), entries(routed), console)
     folder = plan.store.report(f"plan_{cell.facts.method}_{cell.config.budget}_{cell.key[:6]}")
     for path in write(cell, routed, folders, folder):
         say(console, str(path))
@@ -103,9 +117,42 @@ def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
         say(console, f"solver {plan['solver']}: summed sensitivity {plan['objective']:.4f}{gap}")
 
 
+def entries(plan: dict[str, Any]) -> list[int]:
+    """Entries per layer at the plan's reference length."""
+    t = plan["t_ref"]
+    return [round(x["keep"] * t) if x["tokens"] is None else min(x["tokens"], t) for x in plan["layers"]]
+
+
+def show_ripple(profile: dict[str, Any], tokens: Sequence[int], console: Console) -> None:
+    """A ripple profile layer by layer, what it says of the damage, and how steady it is."""
+    damage, info = profile["damage"], profile["info"]
+    table = Table("layer", "response", "local", *(f"damage at {k:.0%}" for k in damage), "entries", box=None)
+    for column in table.columns:
+        column.justify = "right"
+    columns = [profile["response"].mean(0), profile["local"].mean(0), *(d.mean(0) for d in damage.values())]
+    for i, n in enumerate(tokens):
+        table.add_row(str(i), *(f"{c[i]:.3g}" for c in columns), str(n))
+    console.print(table)
+    say(console, f"{len(profile['response'])} examples of {info['text']}; responses and damage in nats")
+    for keep, said in info["damage"].items():
+        parts = [f"{name} {_interval(said[name])}" for name in ("output", "local", "depth")]
+        say(console, f"|Spearman| with the damage at {float(keep):.0%} kept: {', '.join(parts)}")
+    if info["damage"]:
+        say(console, "published (RippleKV, table 1): output 0.799 (0.723 to 0.857), depth 0.359 (0.218 to 0.480)")
+    steady = [f"{name} {r:.2f}" for name, r in info["stability"].items() if r is not None]
+    if steady:
+        say(console, f"Spearman of the profile with itself under: {'; '.join(steady)}")
+
+
+def _interval(r: dict[str, float | None]) -> str:
+    if r["value"] is None:
+        return "-"
+    return f"{r['value']:.2f}" + ("" if r["low"] is None else f" [{r['low']:.2f}, {r['high']:.2f}]")
+
+
 def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Path) -> list[Path]:
     """plan.json, the artefacts, the routing map, and the sensitivity landscape where there is one."""
-    from pipelines.figures import routing_map, sensitivity
+    from pipelines.figures import ripple_profile, routing_map, sensitivity
 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "plan.json", plan)
@@ -116,6 +163,11 @@ def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Pa
     title = f"{cell.facts.method} at {terminal.budget(cell.config.budget)}, {cell.facts.model}"
     if routing_map.draw([(title, plan)], folder / "routing_map.png"):
         made.append(folder / "routing_map.png")
+    if "ripple" in folders:
+        p = evaluate.ripple_profile(folders["ripple"])
+        picture = folder / "ripple_profile.png"
+        if ripple_profile.draw(p["response"], p["local"], p["damage"], entries(plan), title, picture):
+            made.append(picture)
     if "sensitivity" in folders:
         values, operations = evaluate.single_operations(folders["sensitivity"])
         if sensitivity.draw(values, operations, f"sensitivity, {cell.facts.model}", folder / "sensitivity.png"):

@@ -39,24 +39,6 @@ def config_folder() -> Path:
     return folder
 
 
-def compose(loader: Any, master: Any, points: Sequence[Sequence[str]]) -> list[Point]:
-    """Compose and resolve every point; nothing has run or been written before all of them are known to be sound."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf, open_dict
-
-    out = []
-    for i, overrides in enumerate(points):
-        config = loader.load_sweep_config(master, list(overrides))
-        with open_dict(config):
-            config.hydra.job.num, config.hydra.job.id = i, str(i)
-        HydraConfig.instance().set_config(config)  # makes ${hydra:...} resolvable
-        task = OmegaConf.masked_copy(config, [k for k in config if k != "hydra"])
-        plain: Any = OmegaConf.to_container(task, resolve=True, throw_on_missing=True)
-        choices = {k: v for k, v in config.hydra.runtime.choices.items() if "/" not in k}
-        out.append(Point(i, tuple(overrides), choices, plain))
-    return out
-
-
 def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "run") -> int:
     """Compose `argv` and run `program` on all points. Returns the exit code; a user's mistake is one line and 2.
 
@@ -77,6 +59,8 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
     entry = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="run")(start)
     flags = [a for a in args if a in ("-m", "--multirun")]  # Hydra's parser takes them first or last only
     ordered = [*flags, *(a for a in args if a not in flags)]
+    if {"-h", "--help"} & set(args) and (config_folder() / "hydra" / "help" / f"{name}.yaml").is_file():
+        ordered.append(f"hydra/help={name}")
     with _environment(ordered, name), _termination():
         try:
             _check_arguments(ordered)
@@ -202,6 +186,7 @@ def unknown_key(key: str, choices: Sequence[str]) -> str:
     name = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, choices, n=1, cutoff=0.6)
     near = near or [c for c in choices if difflib.get_close_matches(name, [c.rsplit(".", 1)[-1]], n=1, cutoff=0.75)]
+    near = near or ["+sweep=<name>"] * bool(difflib.get_close_matches(key, ["sweep"], n=1, cutoff=0.6))
     hint = f" Did you mean '{near[0]}'?" if near else " `python -m pipelines.run --help` lists all keys."
     return f"there is no configuration key '{key}'.{hint}"
 

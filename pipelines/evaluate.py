@@ -7,11 +7,13 @@ moend's heavy modules are imported inside functions: help, errors and compositio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +26,7 @@ from pipelines.identity import canonical, key
 from pipelines.schema import RunConfig, mistake
 
 if TYPE_CHECKING:
-    from moend.benchmarks import Benchmark
+    from moend.benchmarks import Benchmark, Sample
     from moend.calibration import Calibration
     from moend.calibration.artefact import Artefact
     from moend.methods import BoundMethod, Method
@@ -45,9 +47,11 @@ class Facts:
     """What a cell is, as far as its configuration cannot say.
 
     identity: joins the key (weights, data, versions); `identity["method"]` is left out of the group's key.
-    calibrations: in the order they are computed. expected: (task, id) of every example, in order. full_bytes,
-    cell_bytes: estimates for the plan, of the longest prompt uncompressed and of the cell's own cache. One line each:
-    blocked (cannot run here), absent (weights that a run will try to fetch), infeasible.
+    calibrations: in the order they are computed. expected: (task, id) of every example, in order; ids are made up
+    where the data is not here. full_bytes, cell_bytes: estimates for the plan, of the longest prompt uncompressed and
+    of the cell's own cache. arch, prompt_tokens (the longest), new_tokens (the most): what time is estimated from.
+    One line each: blocked (cannot run here), infeasible, absent and absent_data (what a run will fetch first),
+    caution (said with the plan).
     """
 
     model: str
@@ -61,11 +65,16 @@ class Facts:
     higher_is_better: bool
     is_full: bool
     is_nll: bool
+    arch: Arch | None = None
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    absent_data: str | None = None
     full_bytes: int = 0
     cell_bytes: int = 0
     blocked: str | None = None
     absent: str | None = None
     infeasible: str | None = None
+    caution: str | None = None
 
 
 class Session(Protocol):
@@ -78,75 +87,130 @@ class Session(Protocol):
         """One example for several (key, draw) of bound cells: one prefill, one record per job, in order."""
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """Weights or data: a name, the fields they belong to, what is missing of them here (None: nothing), how to get it.
+
+    `bring` may be called where nothing is missing: it then checks or converts what there is. Blocked where it fails.
+    """
+
+    name: str
+    fields: str
+    absent: str | None
+    bring: Callable[[], object] = field(compare=False)
+
+
 class Library:
     """moend, as the pipelines use it. Keeps what several cells share: specs, data, one loaded model."""
 
     def __init__(self) -> None:
         self._loaded: tuple[str, LoadedModel] | None = None
+        self._memo: dict[tuple[Any, ...], Any] = {}
 
     # What a cell is
 
     def facts(self, config: RunConfig, choices: Mapping[str, str]) -> Facts:
-        """Describe a cell. UserError for values the library refuses; blocked and infeasible are told, not raised."""
+        """Describe a cell. UserError for values the library refuses; blocked and infeasible are told, not raised.
+
+        A dry run asks no network: what is not here is `absent`, and named by what the configuration pins.
+        """
         from moend import models
 
         spec, method, bench = self._parts(config)
-        arch, unreadable = self._arch(spec, config.cache)
+        network, model = not config.dry_run, canonical(config.model)
+        missing = self._once(models.available, spec, config.cache, by=model)
+        arch, unreadable = self._once(self._arch, spec, config.cache, missing, network, by=model)
+        weights = self._once(models.identity, spec, config.cache, by=model, network=network)
         if arch is not None:
             bench.check(arch, config.generation.max_new_tokens)
-        expected, no_data = _expected(bench)
-        identity: dict[str, Any] = {
-            "model": models.identity(spec, config.cache),
-            "benchmark": _identity_of(bench),
-            "method": method.version,
-        }
-        blocked = unreadable or no_data
+        expected, no_data, no_data_yet = self._once(_expected, bench, network)
+        identity: dict[str, Any] = {"model": weights, "benchmark": _identity_of(bench), "method": method.version}
+        if missing and spec.source == "hub" and models.hub_is_off():
+            unreadable = unreadable or missing
         infeasible = None
-        full = cell = 0
+        full = cell = length = new = 0
         if arch is not None:
             length, new = _lengths(bench, arch, config)
             full = arch.full_bytes(length)
             cell = full if method.allocator == "all" else min(Budget.parse(config.budget).to_bytes(arch, length), full)
-            infeasible = self._infeasible(config, method, arch, length, new)
+            asked = canonical([config.method, config.calibration, config.budget, config.budget_protocol])
+            infeasible = self._once(self._infeasible, config, method, arch, length, new, by=(asked, arch, length, new))
         return Facts(
             model=spec.label,
             method=method.name,
             benchmark=choices.get("benchmark", bench.name),
             identity=identity,
-            calibrations=() if arch is None else self._needs(config, spec, method, arch, identity["model"]),
+            calibrations=() if arch is None else self._needs(config, spec, method, arch, weights),
             expected=expected,
             metrics={task: bench.metric(task) for task in bench.task_names},
             unit=bench.unit,
             higher_is_better=bench.higher_is_better,
             is_full=method.allocator == "all" and set(method.precision.values()) == {16},
             is_nll=bench.kind == "nll",
+            arch=arch,
+            prompt_tokens=length,
+            new_tokens=new,
             full_bytes=full,
             cell_bytes=cell,
-            blocked=blocked,
-            absent=models.available(spec, config.cache),
+            blocked=unreadable or no_data,
+            absent=missing,
+            absent_data=no_data_yet,
             infeasible=infeasible,
+            caution=bench.caution(config.generation.samples),
         )
+
+    def fetches(self, config: RunConfig) -> tuple[Fetch, Fetch]:
+        """What a cell needs besides this package: its weights and its data."""
+        from moend import models
+
+        spec, _, bench = self._parts(config)
+        return (
+            Fetch(
+                f"model {spec.label}",
+                canonical(config.model),
+                models.available(spec, config.cache),
+                lambda: models.fetch(spec, config.cache),
+            ),
+            Fetch(
+                f"data {bench.name}",
+                canonical(config.benchmark),
+                bench.available() or bench.absent(),
+                bench.fetch,
+            ),
+        )
+
+    def _once(self, make: Callable[..., Any], *args: Any, by: Any = None, **kwargs: Any) -> Any:
+        """A call's result, made once for all cells of a plan. by: what it depends on, where `args` cannot be hashed."""
+        name = (make.__name__, args if by is None else by)
+        if name not in self._memo:
+            self._memo[name] = make(*args, **kwargs)
+        return self._memo[name]
 
     def _parts(self, config: RunConfig) -> tuple[ModelSpec, Method, Benchmark]:
         return (
             _model_spec(canonical(config.model)),
             _method(canonical(config.method)),
-            _benchmark(canonical(config.benchmark)),
+            _benchmark(canonical(config.benchmark), config.generation.reasoning).at(config.cache),
         )
 
-    def _arch(self, spec: ModelSpec, cache: Path) -> tuple[Arch | None, str | None]:
-        """The architecture, and why the model is not ready (None: it is, or a run will fetch it)."""
+    def _arch(self, spec: ModelSpec, cache: Path, missing: str | None, network: bool) -> tuple[Arch | None, str | None]:
+        """The architecture, and why it is not to be had. Without network both may be unknown until a run asks."""
         from moend import models
 
         if spec.pinned_arch is not None:
             return spec.pinned_arch, None
-        if (absent := models.available(spec, cache)) is not None:
-            return None, absent
-        return models.read_arch(spec, cache), None
+        if missing and not network:
+            return None, None
+        try:
+            return models.read_arch(spec, cache), None
+        except Blocked as e:
+            return None, str(e)
 
     def _infeasible(self, config: RunConfig, method: Method, arch: Arch, length: int, new: int) -> str | None:
         """Whether the budget can be met: that depends on bytes only, so a table of zeros stands for any other."""
-        bound = _bind(config, method, arch, length, new, {method.table: _zeros(method, arch)})
+        measured = tuple(_calibration(canonical(config.calibration)).keeps)
+        zeros = self._once(_zeros, method, arch, measured, by=(tuple(method.keeps), method.table, arch, measured))
+        bound = _bind(config, method, arch, length, new, zeros)
         try:
             if not bound.fits(length, new):
                 bound.plan(length, new)
@@ -166,8 +230,14 @@ class Library:
         revision = str(weights.get("revision") or weights.get("weights_sha256"))
         made: dict[str, CalibrationNeed] = {}
         for kind in sorted(method.calibrations, key=lambda k: k != "queries"):
-            data = key({"text": _kl_text(calibration)} if kind == "kl" else prompt)
+            texts = {
+                "kl": lambda: {"text": _kl_text(calibration)},
+                "ripple": lambda: {"texts": _ripple_texts(calibration)},
+            }
+            data = key(texts.get(kind, lambda: prompt)())
             settings = {"dtype": spec.dtype, **calibration.settings(kind, method.scorer)}
+            if kind == "ripple":  # what the method protects is left alone
+                settings |= {"n_sink": method.n_sink, "recent": method.recent}
             if "queries" in made and "scorer" in settings:
                 settings["queries"] = made["queries"].key
             described = identity(str(weights["id"]), revision, arch, settings, data, _versions(kind))
@@ -206,6 +276,8 @@ class Library:
         ids = models.calibration_ids(loaded, calibration.text)
         batch = torch.tensor([ids], device=loaded.device)
         info = {"tokens": len(ids), "text": calibration.text or spec.calibration_text}
+        if need.kind == "ripple":
+            return self._ripple(spec, method, loaded, calibration)
         if need.kind == "queries":
             return TrigStatistics.measure(loaded.model, batch).tensors(), info
         statistics = None
@@ -222,10 +294,7 @@ class Library:
             found = measure(loaded.model, batch, lattice(calibration.keeps, calibration.bits), **shared)
             return found.tensors(), info
         kl = calibration.kl
-        text = loaded.tokenizer(_kl_text(calibration), add_special_tokens=False, verbose=False)["input_ids"]
-        unknown_id = loaded.tokenizer.unk_token_id
-        if unknown_id is not None and text.count(unknown_id) > len(text) // 10:
-            raise UserError(f"{spec.label} does not know the words of the text: set calibration.kl.text_file")
+        text = _token_ids(loaded, _kl_text(calibration), "set calibration.kl.text_file")
         with terminal.progress(terminal.console(), f"KL table of {spec.label}") as step:
             divergence = kl_table(
                 loaded.model,
@@ -237,12 +306,59 @@ class Library:
             )
         return divergence.tensors(), {"tokens": kl.sequences * kl.tokens, "text_file": kl.text_file}
 
+    def _ripple(
+        self, spec: ModelSpec, method: Method, loaded: LoadedModel, calibration: Calibration
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        import torch
+
+        from moend.benchmarks.base import added_bos
+        from moend.calibration.kl import windows
+        from moend.calibration.ripple import Base, Noise, profile, summary
+
+        s = calibration.ripple
+        bos = list(added_bos(loaded.tokenizer))
+        tokens = s.prefix + s.window - len(bos)
+        if s.prefix + s.window > loaded.arch.max_positions:
+            raise UserError(
+                f"calibration.ripple: {s.prefix} + {s.window} tokens are more than the {loaded.arch.max_positions} "
+                f"positions of {spec.label}"
+            )
+        found = [
+            _token_ids(loaded, text, "set calibration.ripple.text (calibration=recall for recall_moe)")
+            for text in _ripple_texts(calibration)
+        ]
+        cut = torch.tensor(found)[:, :tokens] if s.text == "recall" else windows(found[0], s.examples, tokens)
+        ids = torch.cat([torch.tensor([bos] * s.examples, dtype=torch.long).view(s.examples, -1), cut], dim=1)
+        a = s.relative_noise
+        noises = [Noise(a, s.seed)]
+        if s.stability:
+            noises += [*(Noise(a * f, s.seed) for f in (1 / 3, 1 / 2, 2, 4)), Noise(a, s.seed + 1)]
+        scorer = method.make_scorer()
+        if scorer is None:
+            raise UserError(f"{method.name} has no scorer: nothing could be evicted")
+        recent = method.recent if isinstance(method.recent, int) else int(method.recent * s.prefix)
+        keeps = sorted(set(s.damage))
+        with terminal.progress(terminal.console(), f"ripple profile of {spec.label}") as step:
+            made = profile(
+                loaded.model,
+                ids.to(loaded.device),
+                s.window,
+                Base(scorer, method.n_sink, recent),
+                noises=noises,
+                draws=s.draws,
+                keeps=keeps,
+                progress=step,
+            )
+        tensors = made.tensors()
+        said = summary(tensors, noises, keeps)
+        return tensors, {"tokens": ids.numel(), "text": s.text, "text_file": s.text_file, "keeps": keeps, **said}
+
     def plan(self, config: RunConfig, facts: Facts, artefacts: Mapping[str, Path]) -> dict[str, Any] | None:
         """The cell's RoutingPlan as JSON, from its verified artefacts and without the model; None for `full`."""
+        from moend import models
+
         spec, _, bench = self._parts(config)
-        arch, unreadable = self._arch(spec, config.cache)
-        if arch is None:
-            raise Blocked(str(unreadable))
+        arch = facts.arch or models.read_arch(spec, config.cache)
         bound = self._bound(config, facts, artefacts, arch)
         length, new = _lengths(bench, arch, config)
         return None if facts.is_full else dataclasses.asdict(bound.plan(length, new))
@@ -324,7 +440,8 @@ class _Session:
             if self.bench.kind == "nll":
                 scored: dict[str, Any] = {"score": out.answer_nll, "answer": None}
             else:
-                scored = self.bench.score(sample, out.text)
+                finished = out.finish_reason != "length"
+                scored = self.bench.score(sample, out.text, finished=finished, opened=rendered.thinking)
             fed = out.prompt_tokens - out.compressed_tokens
             new = fed + max(rendered.max_new_tokens, len(rendered.gold_ids)) - 1
             specs = self.bound[name].specs(out.compressed_tokens, new)
@@ -333,8 +450,12 @@ class _Session:
                     "task": task,
                     "id": id,
                     "draw": draw,
+                    "axes": sample.meta.get("axes"),
+                    "gold": list(sample.gold),
+                    "scored_meta": {k: sample.meta[k] for k in self.bench.scored_meta},
                     **scored,
                     "text": out.text,
+                    "thinking": rendered.thinking,
                     "prompt_tokens": out.prompt_tokens,
                     "compressed_tokens": out.compressed_tokens,
                     "new_tokens": out.new_tokens,
@@ -410,10 +531,13 @@ def _method(text: str) -> Method:
 
 
 @functools.lru_cache(maxsize=64)
-def _benchmark(text: str) -> Benchmark:
+def _benchmark(text: str, reasoning: bool) -> Benchmark:
     from moend.benchmarks import benchmark
 
-    return benchmark(_load_json(text))
+    fields = _load_json(text)
+    if "reasoning" in fields:
+        raise UserError("benchmark.reasoning is set by generation.reasoning (generation=reasoning)")
+    return benchmark(fields, reasoning=reasoning)
 
 
 def _load_json(text: str) -> dict[str, Any]:
@@ -432,16 +556,18 @@ def _identity_of(bench: Benchmark) -> dict[str, Any]:
     return _load_json(_benchmark_identity(bench))
 
 
-@functools.lru_cache(maxsize=64)
-def _expected(bench: Benchmark) -> tuple[tuple[tuple[str, str], ...], str | None]:
-    """(task, id) of every example, and why there are none here; then only their number is right."""
-    reason = bench.available()
-    if reason is None:
+def _expected(bench: Benchmark, network: bool) -> tuple[tuple[tuple[str, str], ...], str | None, str | None]:
+    """(task, id) of every example, why there are none here, and what a run will fetch for them.
+
+    Without the data only the number of examples is right.
+    """
+    reason, absent = bench.available(), bench.absent()
+    if reason is None and (network or absent is None):
         try:
-            return tuple((s.task, s.id) for s in bench.samples()), None
+            return tuple((s.task, s.id) for s in bench.samples()), None, None
         except Blocked as e:
             reason = str(e)
-    return tuple((task, f"?{i}") for task, n in bench.expected().items() for i in range(n)), reason
+    return tuple((task, f"?{i}") for task, n in bench.expected().items() for i in range(n)), reason, absent
 
 
 def _lengths(bench: Benchmark, arch: Arch, config: RunConfig) -> tuple[int, int]:
@@ -470,15 +596,24 @@ def _smallest(error: Infeasible, budget: Budget, arch: Arch, length: int) -> str
     return error.smallest
 
 
-def _zeros(method: Method, arch: Arch) -> Artefact:
+def _zeros(method: Method, arch: Arch, measured: Sequence[float]) -> dict[str, Artefact]:
+    """Calibrations of a model that does not mind anything: enough to know whether a budget can be met.
+
+    measured: shares that the calibration holds, of those that may extend the lattice.
+    """
     import torch
 
     from moend.calibration.artefact import Artefact
     from moend.calibration.sensitivity import encode, extend_lattice, lattice
 
-    configs = lattice(extend_lattice(tuple(method.keeps)), (16, 8, 4, 2))
+    keeps = [k for k in extend_lattice(tuple(method.keeps)) if k in method.keeps or k in measured]
+    configs = lattice(tuple(keeps), (16, 8, 4, 2))
     tensors = {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
-    return Artefact(method.table, {}, tensors)
+    flat = torch.zeros(1, arch.layers)
+    return {
+        method.table: Artefact(method.table, {}, tensors),
+        "ripple": Artefact("ripple", {}, {"response": flat, "local": flat}),
+    }
 
 
 def _kl_text(calibration: Calibration) -> str:
@@ -486,6 +621,35 @@ def _kl_text(calibration: Calibration) -> str:
     from moend.benchmarks import text
 
     return text.part("calibration", calibration.kl.text_file)
+
+
+def _ripple_texts(calibration: Calibration) -> list[str]:
+    """What profiles are measured on, never tested on: one text to cut windows from, or (recall) one an example."""
+    from moend.benchmarks import recall, text
+
+    s = calibration.ripple
+    if s.text == "recall":
+        return recall.calibration_texts(s.examples, s.prefix, s.window)
+    return [text.part("calibration", s.text_file)]
+
+
+def _token_ids(loaded: LoadedModel, text: str, remedy: str) -> list[int]:
+    """The ids of a text as it stands; refused where a tenth of its words are unknown."""
+    ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    unknown_id = loaded.tokenizer.unk_token_id
+    if unknown_id is not None and ids.count(unknown_id) > len(ids) // 10:
+        raise UserError(f"{loaded.spec.label} does not know the words of the text: {remedy}")
+    return ids
+
+
+def ripple_profile(folder: Path) -> dict[str, Any]:
+    """A ripple artefact for tables and figures: (N, L) response and local, damage {keep: (N, L)}, its info."""
+    from moend.calibration.artefact import Artefact
+
+    artefact = Artefact.load(folder, kind="ripple")
+    t = artefact.tensors
+    damage = {keep: d.numpy() for keep, d in zip(artefact.info["keeps"], t["damage"], strict=True)}
+    return {"response": t["response"].numpy(), "local": t["local"].numpy(), "damage": damage, "info": artefact.info}
 
 
 def agreement(sensitivity: Path, kl: Path) -> dict[str, Any]:
@@ -500,9 +664,14 @@ def agreement(sensitivity: Path, kl: Path) -> dict[str, Any]:
 
 
 def _versions(kind: str) -> dict[str, int]:
-    from moend.calibration import kl, queries, sensitivity
+    from moend.calibration import kl, queries, ripple, sensitivity
 
-    versions = {"sensitivity": sensitivity.VERSION, "queries": queries.VERSION, "kl": kl.VERSION}
+    versions = {
+        "sensitivity": sensitivity.VERSION,
+        "queries": queries.VERSION,
+        "kl": kl.VERSION,
+        "ripple": ripple.VERSION,
+    }
     return {kind: versions[kind]}
 
 
@@ -519,17 +688,76 @@ def single_operations(folder: Path) -> tuple[Any, list[str]]:
     return artefact.tensors["singles"].numpy(), names
 
 
-def rescore(cell: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records with their scores computed again from the recorded texts, without a model.
+def scorer_version(cell: dict[str, Any]) -> int:
+    """The version of the scorer that `rescore` uses for a cell."""
+    from moend.benchmarks import implementation
 
-    UserError where the data are not those that the records answer: the same id may stand for another question now.
+    return implementation(cell["info"]["benchmark_config"]["type"]).scorer_version
+
+
+def rescore(cell: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records with their scores computed again from what they hold, without model, data or network.
+
+    Where the data are here, UserError if they are not those that the records answer (the same id may stand for another
+    question now) or if a record belongs to another cell.
     """
-    bench = _benchmark(canonical(cell["info"]["benchmark_config"]))
+    generation = cell["payload"].get("generation") or {}  # a likelihood has none
+    bench = _benchmark(canonical(cell["info"]["benchmark_config"]), bool(generation.get("reasoning")))
     if bench.kind == "nll":
         return list(records)
-    need, have = cell["payload"]["facts"]["benchmark"]["data"], _identity_of(bench)["data"]
+    _refuse_foreign(bench, cell, records)
+    samples = {(r["task"], r["id"]): _recorded(r, cell["info"]["label"]) for r in records}
+    return [
+        r
+        | bench.score(
+            samples[r["task"], r["id"]],
+            r["text"],
+            finished=r["finish_reason"] != "length",
+            opened=r.get("thinking", False),  # records from before this field have no reasoning protocol either
+        )
+        for r in records
+    ]
+
+
+def _refuse_foreign(bench: Benchmark, cell: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    label = cell["info"]["label"]
+    try:
+        with _offline():
+            known = {(s.task, s.id) for s in bench.samples()}
+            need, have = cell["payload"]["facts"]["benchmark"]["data"], _identity_of(bench)["data"]
+    except Blocked:
+        return  # the data are not here: the records' own gold answers stand
     if have != need:
-        label = cell["info"]["label"]
         raise UserError(f"the data of {bench.name} changed since {label} was run: has {have}, needs {need}")
-    samples = {(s.task, s.id): s for s in bench.samples()}
-    return [{**r, **bench.score(samples[r["task"], r["id"]], r["text"])} for r in records]
+    if foreign := [r for r in records if (r["task"], r["id"]) not in known]:
+        raise UserError(
+            f"{len(foreign)} of {len(records)} records of {label} are not of this cell, the first is"
+            f" {foreign[0]['task']} {foreign[0]['id']}: its records folder holds another cell's files"
+        )
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Data that are not here are not fetched."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("HF_HUB_OFFLINE")
+        if before is not None:
+            os.environ["HF_HUB_OFFLINE"] = before
+
+
+def _recorded(record: dict[str, Any], label: str) -> Sample:
+    """The part of a sample that scoring reads, as its record keeps it."""
+    from moend.benchmarks import Sample
+
+    try:
+        gold = tuple(record["gold"])
+        return Sample(record["task"], record["id"], "", "", "", gold, dict(record["scored_meta"]))
+    except KeyError as e:
+        raise UserError(
+            f"the record {record['task']} {record['id']} of {label} has no {e}: it was written before records held all"
+            " that scoring needs; run the cell again"
+        ) from None

@@ -42,6 +42,14 @@ RUN_ONLY = frozenset(
 )
 
 
+# Fields of conf/method that say how a cache is cut: none of them means anything where nothing is ever cut or rounded.
+# What is not named here counts, for such a method too.
+CUTTING = (
+    *("schedule", "beta", "overshoot", "n_sink", "recent", "group", "window", "cost", "table", "solver", "t_ref"),
+    *("keeps", "bits", "extend_lattice", "always_quantise", "mode", "r", "signal"),
+)
+
+
 def canonical(value: Any) -> str:
     """JSON that is the same text for equal values, or a TypeError: sorted keys, exact floats, no NaN, nothing guessed.
 
@@ -89,12 +97,13 @@ def cell_payload(
 ) -> dict[str, Any]:
     """Everything that makes the cell what it is. Fields that mean nothing to it are null, so that equals coincide.
 
-    is_full: the method keeps everything: no budget, no protocol. is_nll: nothing is generated and there is no
-    question: no generation settings, no question mode.
+    is_full: the method keeps everything: no budget, no protocol, nothing of how it would cut. is_nll: nothing is
+    generated and there is no question: no generation settings, no question mode.
     """
     payload = {"schema": SCHEMA, **semantic(config), "facts": facts, "calibrations": calibrations}
     if is_full:
-        payload |= {"budget": None, "budget_protocol": None}
+        method = {k: None if k in CUTTING else v for k, v in payload["method"].items()}
+        payload |= {"budget": None, "budget_protocol": None, "method": method}
     if is_nll:
         payload |= {"question_visible": None, "generation": None}
     return payload

@@ -1,4 +1,7 @@
-"""Runs a plan in this process: calibrations first, then the groups, one prefill per example for all their cells."""
+"""Runs a plan: calibrations first, then the groups, one prefill per example for all their cells.
+
+In this process, or handed to local workers or a cluster (pipelines.submit), whose workers use the same `Runner`.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from moend.errors import Infeasible, UserError
+from moend.errors import Blocked, Infeasible, UserError
 from pipelines import evaluate, planner, results, terminal
 from pipelines.compose import Point, command
+from pipelines.evaluate import CalibrationNeed
 from pipelines.planner import Cell, Plan, State
-from pipelines.store import Busy, CorruptRecords, Lease, LeaseLost, Shard, write_json
+from pipelines.store import Busy, CorruptRecords, LeaseLost, RecordKey, Shard, held, write_json
 from pipelines.terminal import say
 
 POLL_S = 1.0
@@ -27,7 +31,7 @@ POLL_S = 1.0
 
 def launch(points: Sequence[Point], args: Sequence[str]) -> int:
     """Plan, run, tabulate. Returns the exit code."""
-    from pipelines import report, tracking
+    from pipelines import report, submit, tracking
 
     console = terminal.console()
     library = evaluate.Library()
@@ -39,11 +43,14 @@ def launch(points: Sequence[Point], args: Sequence[str]) -> int:
     planner.show(plan, console, every_cell=config.dry_run)
     if config.dry_run:
         return 0
+    if config.cluster.name != "inprocess" and plan.groups:
+        return submit.submit(plan, args, console)
     plan.store.prepare()
     manifest = plan.store.manifest(plan.name)
     manifest.parent.mkdir(parents=True, exist_ok=True)
     write_json(manifest, planner.manifest(plan, args, "run"))
     fresh = [c for c in plan.cells if c.state == "run"]
+    submit.forget(plan, fresh)
     Runner(plan, library, console).run()
     write_json(manifest, planner.manifest(plan, args, "run"))
     if alone and alone.state in ("blocked", "infeasible"):
@@ -59,43 +66,81 @@ def launch(points: Sequence[Point], args: Sequence[str]) -> int:
     return 2 if plan.count("blocked") else 0
 
 
-class Runner:
-    """The execution of a plan. Cells end `done`, `failed`, `blocked` or `infeasible`; one never takes others along."""
+Unit = tuple[list[Cell], int]  # cells of a group, and the shard of its examples
 
-    def __init__(self, plan: Plan, library: evaluate.Library, console: Console):
+
+class Runner:
+    """The execution of a plan. Cells end `done`, `failed`, `blocked` or `infeasible`; one never takes others along.
+
+    shards: do these only, others do the rest (None: all of them). turn: begin there in the list of units, so that
+    workers that share one list meet late. missing: says why an artefact is not there where this process is not the
+    one to compute it. ended: told of every cell that ends without a result.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        library: evaluate.Library,
+        console: Console,
+        *,
+        shards: Sequence[int] | None = None,
+        turn: float = 0.0,
+        missing: Callable[[CalibrationNeed], str] | None = None,
+        ended: Callable[[Cell], None] = lambda cell: None,
+    ):
         self.plan, self.library, self.console = plan, library, console
-        self.started = time.monotonic()
+        self.shards, self.turn, self.missing, self.ended = shards, turn, missing, ended
 
     def run(self) -> None:
-        """Calibrate, then work through the groups until every cell has reached an end."""
+        """Calibrate, then work through the units until every cell has reached an end, as far as it is ours."""
         self.calibrate()
-        waiting = [[c for c in group if c.state == "run"] for group in self.plan.groups]
+        waiting = self._units()
         told = False
-        with self._progress(sum(len(c.missing) for group in waiting for c in group)) as advance:
-            while waiting := [g for g in waiting if g]:
-                busy = [self._group(group, advance) for group in waiting]
-                if sum(map(len, busy)) == sum(map(len, waiting)):  # all of it is in other hands
-                    if not told:
-                        n = sum(map(len, busy))
+        with self._progress(sum(len(self._ours(cell, index)) for group, index in waiting for cell in group)) as advance:
+            while waiting := [u for u in ((_running(group), index) for group, index in waiting) if u[0]]:
+                busy = [(self._take(group, index, advance), index) for group, index in waiting]
+                if (n := sum(len(group) for group, _ in busy)) == sum(len(group) for group, _ in waiting):
+                    if not told:  # all of it is in other hands
                         say(self.console, f"waiting for another process that is computing {n} of these cells")
                         told = True
                     time.sleep(POLL_S)
                 waiting = busy
+        if self.shards is None:
+            lost = [c for group in self.plan.groups for c in _running(group)]
+            self._fail(lost, RuntimeError("records are missing although nothing failed"), self.plan.name)
 
-    def calibrate(self) -> None:
-        """Load or compute every artefact; cells whose artefact is refused are blocked, with the reason."""
+    def _units(self) -> list[Unit]:
+        units = []
+        for group in self.plan.groups:
+            count = _count(group)
+            units += [(_running(group), i) for i in (range(count) if self.shards is None else self.shards)]
+        begin = int(self.turn * len(units))
+        return units[begin:] + units[:begin]
+
+    def _ours(self, cell: Cell, index: int) -> list[RecordKey]:
+        """The records of a shard that the plan found missing."""
+        examples = set(cell.facts.expected[index :: _count([cell])])
+        return [k for k in cell.missing if k[:2] in examples]
+
+    def calibrate(self, only: str | None = None) -> None:
+        """Load or compute every artefact, or one; cells whose artefact is refused are blocked, with the reason."""
         for key, (need, cell) in self.plan.calibrations.items():
+            if only not in (None, key):
+                continue
             users = [c for c in self.plan.cells if c.state == "run" and need in c.facts.calibrations]
+            if not users:  # another of their artefacts was refused
+                continue
             folder = self.plan.store.calibration(key)
             try:
+                there = (folder / "artefact.json").exists()
+                if self.missing is not None and not there:
+                    raise Blocked(self.missing(need))
                 with _alone(folder, self.console):
                     if not (folder / "artefact.json").exists():
                         say(self.console, f"calibrating: {need.kind} of {cell.facts.model} [{key}]")
                     self.library.calibrate(cell.config, cell.facts, need, folder)
             except UserError as e:
-                for user in users:
-                    user.state, user.reason = "blocked", _line(e)
-                say(self.console, f"blocked: {len(users)} cells: {_line(e)}")
+                self._block(users, e)
             except OSError as e:
                 if _is_storage(e):
                     raise
@@ -103,32 +148,30 @@ class Runner:
             except Exception as e:
                 self._fail(users, e, f"calibration {need.kind} [{key}]")
 
-    def _group(self, group: list[Cell], advance: Any) -> list[Cell]:
-        """Run the cells of a group that nobody else is writing; returns those that somebody is."""
+    def _take(self, group: list[Cell], index: int, advance: Any) -> list[Cell]:
+        """One shard of the cells of a group that nobody else is writing; returns those that somebody is."""
         busy: list[Cell] = []
-        count = group[0].config.cluster.shards
-        for index in range(count):
-            with contextlib.ExitStack() as stack:
-                shards: dict[str, Shard] = {}
-                for cell in (c for c in group if c.state == "run" and c not in busy):
-                    folder = self.plan.store.cell(cell.key)
-                    try:
-                        folder.create(cell.payload, cell.info)
-                        if folder.result() is not None:  # another process finished it since the plan was made
-                            cell.state = "done"
-                            continue
-                        shards[cell.key] = stack.enter_context(folder.shard(index, count))
-                    except Busy:
-                        busy.append(cell)
-                    except CorruptRecords as e:
-                        self._fail([cell], e, cell.label)
-                cells = [c for c in group if c.key in shards]
+        with contextlib.ExitStack() as stack:
+            shards: dict[str, Shard] = {}
+            for cell in _running(group):
+                folder = self.plan.store.cell(cell.key)
                 try:
-                    if cells:
-                        self._shard(cells, shards, index, count, advance)
-                except LeaseLost:  # this process slept for long, and another one went on with its work
-                    busy += [c for c in cells if c.state == "run"]
-        for cell in (c for c in group if c.state == "run" and c not in busy):
+                    folder.create(cell.payload, cell.info)
+                    if folder.result() is not None:  # another process finished it since the plan was made
+                        cell.state = "done"
+                        continue
+                    shards[cell.key] = stack.enter_context(folder.shard(index, _count(group)))
+                except Busy:
+                    busy.append(cell)
+                except CorruptRecords as e:
+                    self._fail([cell], e, cell.label)
+            cells = [c for c in group if c.key in shards]
+            try:
+                if cells:
+                    self._shard(cells, shards, index, _count(group), advance)
+            except LeaseLost:  # this process slept for long, and another one went on with its work
+                busy += _running(cells)
+        for cell in (c for c in _running(group) if c not in busy):
             self._finish(cell)
         return busy
 
@@ -151,9 +194,7 @@ class Runner:
                         shards[cell.key].append(record)
                         advance()
         except UserError as e:
-            for cell in (c for c in cells if c.state == "run"):
-                cell.state, cell.reason = "blocked", _line(e)
-            say(self.console, f"blocked: {len(cells)} cells: {_line(e)}")
+            self._block(cells, e)
         except OSError as e:
             if _is_storage(e):
                 raise
@@ -166,7 +207,7 @@ class Runner:
     def _open(self, cells: list[Cell]) -> evaluate.Session:
         """The model, with every cell's method fitted to it; a cell whose method does not fit ends here."""
         session = self.library.session(cells[0].config)
-        for cell in (c for c in cells if c.state == "run"):
+        for cell in _running(cells):
             try:
                 folders = {n.kind: self.plan.store.calibration(n.key) for n in cell.facts.calibrations}
                 plan = session.bind(cell.key, cell.config, cell.facts, folders)
@@ -178,8 +219,18 @@ class Runner:
                 self._refuse(cell, "blocked", e)
         return session
 
-    def _refuse(self, cell: Cell, state: State, error: UserError) -> None:
+    def _end(self, cell: Cell, state: State, error: BaseException) -> None:
         cell.state, cell.reason = state, _line(error)
+        self.ended(cell)
+
+    def _block(self, cells: list[Cell], error: UserError) -> None:
+        for cell in _running(cells):
+            self._end(cell, "blocked", error)
+        if len(self.plan.cells) > 1:  # a cell alone has it as its command's error
+            say(self.console, f"blocked: {len(cells)} cells: {_line(error)}")
+
+    def _refuse(self, cell: Cell, state: State, error: UserError) -> None:
+        self._end(cell, state, error)
         say(self.console, f"{state}: {cell.label}: {cell.reason}")
 
     def _example(
@@ -205,15 +256,12 @@ class Runner:
             yield from zip((c for c, _ in batch), records, strict=True)
 
     def _finish(self, cell: Cell) -> None:
+        """Write the result where all records are there now; the other shards may still be in other hands."""
         folder = self.plan.store.cell(cell.key)
         try:
             described = {"key": cell.key, "payload": cell.payload, "info": cell.info}
             if folder.finish(cell.expected, lambda records: results.aggregate(described, records)):
                 cell.state = "done"
-            elif cell.state == "run":
-                raise RuntimeError("records are missing although nothing failed")
-        except CorruptRecords as e:
-            self._fail([cell], e, cell.label)
         except OSError as e:
             if _is_storage(e):
                 raise
@@ -223,11 +271,13 @@ class Runner:
 
     def _fail(self, cells: Sequence[Cell], error: BaseException, what: str) -> None:
         log: Path | None = None
-        for cell in (c for c in cells if c.state == "run"):
-            cell.state, cell.reason = "failed", _line(error)
+        if not (running := _running(cells)):
+            return
+        for cell in running:
             folder = self.plan.store.cell(cell.key)
             folder.create(cell.payload, cell.info)
             log = folder.log("".join(traceback.format_exception(error)))
+            self._end(cell, "failed", error)
         where = f" (traceback in {log})" if log else ""
         say(self.console, f"failed: {what}: {_line(error)}{where}")
 
@@ -239,24 +289,18 @@ class Runner:
             yield lambda: step(next(counter), total)
 
 
-@contextlib.contextmanager
-def _alone(folder: Path, console: Console) -> Iterator[None]:
+def _running(cells: Sequence[Cell]) -> list[Cell]:
+    return [c for c in cells if c.state == "run"]
+
+
+def _count(group: Sequence[Cell]) -> int:
+    return group[0].config.cluster.shards or 1
+
+
+def _alone(folder: Path, console: Console) -> contextlib.AbstractContextManager[None]:
     """Hold a calibration's folder: two processes that need the same artefact compute it once."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    told = False
-    while True:
-        try:
-            lease = Lease(folder)
-            break
-        except Busy:
-            if not told:
-                say(console, f"waiting for another process that is computing calibration {folder.name}")
-                told = True
-            time.sleep(POLL_S)
-    try:
-        yield
-    finally:
-        lease.release()
+    waiting = f"waiting for another process that is computing calibration {folder.name}"
+    return held(folder, lambda: say(console, waiting), POLL_S)
 
 
 def _is_storage(error: OSError) -> bool:
@@ -273,10 +317,11 @@ def _epilogue(plan: Plan, args: Sequence[str], console: Console) -> None:
     say(console, f"results: {plan.store.root / 'cells'}   tables and figures: {plan.store.report(plan.name)}")
     if plan.count("failed") or plan.count("blocked"):
         say(console, f"again, for what is missing: {command(args, 'run')}")
-    say(console, f"next: python -m pipelines.report sweep={plan.name}{_store_argument(plan)}")
+    say(console, f"next: python -m pipelines.report sweep={plan.name}{store_argument(plan)}")
     sys.stdout.flush()
 
 
-def _store_argument(plan: Plan) -> str:
+def store_argument(plan: Plan) -> str:
+    """The argument that names the store of a plan to the other programs; empty for the default."""
     store = plan.cells[0].config.paths.store
     return "" if store == "outputs" else " " + shlex.quote(f"paths.store={store}")

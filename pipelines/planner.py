@@ -5,11 +5,9 @@ Needs neither weights nor network: what a cell is follows from the configuration
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from rich.table import Table
 from moend.errors import UserError
 from pipelines import identity
 from pipelines.compose import Point
+from pipelines.estimate import estimate
 from pipelines.evaluate import CalibrationNeed, Facts, Library
 from pipelines.schema import RunConfig, validate
 from pipelines.store import CorruptRecords, RecordKey, Store
@@ -103,19 +102,30 @@ class Plan:
         return sum(c.state == state for c in self.cells)
 
     @property
+    def waiting(self) -> list[list[Cell]]:
+        """Cells that lack records, by shared prefill: those to run, and those that wait for weights or data."""
+        return grouped(c for c in self.cells if c.state in ("run", "blocked"))
+
+    @property
     def prefills(self) -> int:
-        """Prompts that will be read: one per example for all cells of a group together."""
-        return sum(len({(task, id) for c in group for task, id, _ in c.missing}) for group in self.groups)
+        """Prompts to be read, for blocked cells too: one per example for all cells of a group together."""
+        return sum(len(prompts(group)) for group in self.waiting)
 
     @property
     def prefills_saved(self) -> int:
         """Prompts that running the cells one by one would read in addition."""
-        return sum(c.examples for group in self.groups for c in group) - self.prefills
+        return sum(c.examples for group in self.waiting for c in group) - self.prefills
+
+    @property
+    def absent(self) -> list[str]:
+        """Weights and data that a run of this plan fetches first."""
+        lines = (line for c in self.cells if c.state == "run" for line in (c.facts.absent, c.facts.absent_data))
+        return list(dict.fromkeys(line for line in lines if line))
 
     def cache_bytes(self) -> int:
         """The most that caches will take at once: an uncompressed prompt and every cell of its group beside it."""
         return max(
-            (max(c.facts.full_bytes for c in g) + sum(c.facts.cell_bytes for c in g) for g in self.groups), default=0
+            (max(c.facts.full_bytes for c in g) + sum(c.facts.cell_bytes for c in g) for g in self.waiting), default=0
         )
 
 
@@ -127,32 +137,25 @@ def make_plan(points: Sequence[Point], library: Library) -> Plan:
             raise UserError(f"{shared} must be the same for all points of a sweep")
     store = Store(configs[0].store)
     cells: dict[str, Cell] = {}
-    with _network(allowed=not configs[0].dry_run):
-        for point, config in zip(points, configs, strict=True):
-            cell = _cell(point, config, library.facts(config, point.choices), store)
-            cells.setdefault(cell.key, cell)
+    for point, config in zip(points, configs, strict=True):
+        cell = _cell(point, config, library.facts(config, point.choices), store)
+        cells.setdefault(cell.key, cell)
     plan = Plan(sweep_name(points, list(cells)), store, list(cells.values()), len(points) - len(cells))
-    groups: dict[str, list[Cell]] = {}
-    for cell in plan.cells:
-        if cell.state == "run":
-            groups.setdefault(cell.group, []).append(cell)
-    plan.groups = list(groups.values())
+    plan.groups = grouped(c for c in plan.cells if c.state == "run")
     return plan
 
 
-@contextlib.contextmanager
-def _network(*, allowed: bool) -> Iterator[None]:
-    """A dry run asks no hub: what is missing is told, not fetched."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    if not allowed:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("HF_HUB_OFFLINE", None)
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
+def grouped(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells by shared prefill, in the order of the sweep."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.group, []).append(cell)
+    return list(groups.values())
+
+
+def prompts(group: Iterable[Cell]) -> set[tuple[str, str]]:
+    """(task, id) of the examples of which some cell of the group lacks a record."""
+    return {(task, id) for cell in group for task, id, _ in cell.missing}
 
 
 def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:
@@ -172,9 +175,9 @@ def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:
         cell.state = "done"
     elif facts.infeasible:
         cell.state, cell.reason = "infeasible", facts.infeasible
-    elif facts.blocked or (config.dry_run and (facts.absent)):
-        cell.state, cell.reason = "blocked", facts.blocked or str(facts.absent)
     else:
+        if facts.blocked:
+            cell.state, cell.reason = "blocked", facts.blocked
         try:
             have_records = folder.done()
             cell.missing = tuple(k for k in cell.expected if k not in have_records)
@@ -183,7 +186,10 @@ def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:
     return cell
 
 
-RUN_ONLY_OVERRIDES = ("paths", "cluster", "tracking", "dry_run", "engine.chunk", "engine.max_bytes", "hydra")
+RUN_ONLY_OVERRIDES = (
+    *("paths", "cluster", "tracking", "dry_run", "engine.chunk", "engine.max_bytes", "hydra"),
+    *("model.device", "model.device_map"),
+)
 
 
 def sweep_name(points: Sequence[Point], keys: Sequence[str]) -> str:
@@ -192,30 +198,26 @@ def sweep_name(points: Sequence[Point], keys: Sequence[str]) -> str:
     named = points[0].choices.get("sweep")
     if not named:
         return f"{time.strftime('%Y%m%d')}-{digest}"
-    typed = {o.lstrip("+").partition("=")[0] for o in points[0].overrides}
-    file_keys = {"sweep", *_sweep_params(str(named))}
-    extra = {k for k in typed - file_keys if not k.startswith(RUN_ONLY_OVERRIDES)}
-    changed = any(len({_value(p, k) for p in points}) != n for k, n in _sweep_params(str(named)).items())
-    return f"{named}-{digest}" if extra or changed else str(named)
+    asked = {frozenset(o for o in p.overrides if not _run_only(o)) for p in points}
+    return str(named) if asked == _points_of(str(named)) else f"{named}-{digest}"
 
 
-def _sweep_params(name: str) -> dict[str, int]:
-    """The axes of a sweep file and how many values each has."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def _run_only(override: str) -> bool:
+    return override.startswith(("+sweep=", *RUN_ONLY_OVERRIDES))
+
+
+def _points_of(name: str) -> set[frozenset[str]] | None:
+    """The points of a sweep file, as Hydra writes them; None where it cannot be read."""
     from omegaconf import OmegaConf
 
     from pipelines.compose import sweep_folder
+    from pipelines.points import expand
 
     path = sweep_folder() / f"{name}.yaml"
     if not path.is_file():
-        return {}
-    params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params") or {}
-    parsed = OverridesParser.create().parse_overrides([f"{k}={v}" for k, v in params.items()])
-    return {o.get_key_element(): len(list(o.sweep_string_iterator())) if o.is_sweep_override() else 1 for o in parsed}
-
-
-def _value(point: Point, key: str) -> str:
-    return next((o.partition("=")[2] for o in reversed(point.overrides) if o.partition("=")[0] == key), "")
+        return None
+    sweeper: Any = OmegaConf.to_container(OmegaConf.select(OmegaConf.load(path), "hydra.sweeper") or OmegaConf.create())
+    return {frozenset(p) for p in expand(sweeper.get("params") or {}, sweeper.get("grids") or [], [])}
 
 
 def show(plan: Plan, console: Console, *, every_cell: bool) -> None:
@@ -224,12 +226,18 @@ def show(plan: Plan, console: Console, *, every_cell: bool) -> None:
     states = ", ".join(f"{plan.count(s)} {s}" for s in order if plan.count(s))
     twice = f" ({plan.duplicates} more points name a cell that is there already)" if plan.duplicates else ""
     say(console, f"{plan.name}: {len(plan.cells)} cells: {states}{twice}")
-    if plan.groups:
-        needs = [n for n, _ in plan.calibrations.values()]
+    for line in dict.fromkeys(c.facts.caution for c in plan.cells if c.facts.caution):
+        say(console, f"  caution: {line}")
+    for line in plan.absent:
+        say(console, f"  a run fetches first: {line}")
+    if plan.waiting:
+        needs = {n.key: n for group in plan.waiting for c in group for n in c.facts.calibrations}.values()
         new = [f"{n.kind} {n.key}" for n in needs if not (plan.store.calibration(n.key) / "artefact.json").exists()]
-        say(console, f"  prefills: {plan.prefills} planned, {plan.prefills_saved} saved by sharing")
+        blocked = ", blocked cells included" if plan.count("blocked") else ""
+        say(console, f"  prefills: {plan.prefills:,} planned, {plan.prefills_saved:,} saved by sharing{blocked}")
         say(console, f"  calibrations to compute: {', '.join(new) or 'none'}")
         say(console, f"  caches in memory at once: about {size(plan.cache_bytes())}")
+        say(console, f"  time: {estimate(plan)}")
     if every_cell:
         table = Table("key", "group", "method", "budget", "benchmark", "question", "state", "records missing", box=None)
         for c in plan.cells:

@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ USAGE = """Tables and figures of a sweep, from its files alone.
 
   sweep        name of a sweep that was run, or latest
   paths.store  where it was run
-  rescore      true: compute the scores again from the records, without a model
+  rescore      true: compute the scores again from the records, without model or network
 
 Writes table.csv, deltas.csv (paired differences of all methods), table.md and figures to
 <store>/reports/<sweep>/. Exit codes: 0 complete, 2 a mistake in the command, 3 some cells are incomplete."""
@@ -93,8 +94,8 @@ def _lookup(payload: Any, path: str) -> Any:
 
 HEADER = (
     "model", "benchmark", "question", "method", "budget", "variant", "score", "low", "high", "metric", "answer_nll",
-    "token_accuracy", "n", "eq1_bytes", "resident_bytes", "resident_bytes_peak", "full_bytes", "compression",
-    "tokens_per_second", "fused", "key", "state",
+    "token_accuracy", "n", "samples", "extraction_rate", "eq1_bytes", "resident_bytes", "resident_bytes_peak",
+    "full_bytes", "compression", "tokens_per_second", "fused", "key", "state",
 )  # fmt: skip
 
 
@@ -274,12 +275,23 @@ def write(store: Store, name: str, differences: Sequence[Delta]) -> list[Path]:
 
 
 def _figures(store: Store, found: Sequence[Row], folder: Path) -> list[Path]:
-    from pipelines.figures import accuracy_memory, routing_map, sensitivity
+    from pipelines.figures import accuracy_memory, niah_heatmap, routing_map, sensitivity
 
     made = []
     done = [row for row in found if row.result is not None]
     if accuracy_memory.draw([row.result for row in done if row.result], folder / "accuracy_memory.png"):
         made.append(folder / "accuracy_memory.png")
+    grids: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
+    for row in done:
+        if row.result and (grid := row.result.get("grid")):
+            benchmark, asked, method, given = _columns(row)
+            name = f"{benchmark}_{row.info['model']}_{asked}"
+            title = " ".join(x for x in (method, given if given != "-" else "", row.variant) if x)
+            grids.setdefault(name, []).append((title, grid))
+    for name, panels in grids.items():
+        path = folder / f"{_safe(name)}.png"
+        if niah_heatmap.draw(panels, path):
+            made.append(path)
     plans: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for row in done:
         path = store.cell(row.key).folder / "plan.json"
@@ -321,11 +333,32 @@ def _safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
 
 
-def rescore(store: Store, manifest: dict[str, Any]) -> int:
-    """Compute scores again from the records of complete cells; returns how many cells were changed."""
+@dataclass(frozen=True)
+class Rescored:
+    """What scoring a cell's records again has changed: records of another score, and the cell's score."""
+
+    label: str
+    records: int
+    changed: int
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    def __str__(self) -> str:
+        was, now = self.before.get("scorer_version"), self.after["scorer_version"]
+        version = f"scorer version {was}" + (f" -> {now}" if was != now else "")
+        score = f"{self.before['score']:.3f} -> {self.after['score']:.3f}"
+        return f"{self.label}: {self.changed} of {self.records} records changed, score {score}, {version}"
+
+
+def rescore(store: Store, manifest: dict[str, Any]) -> list[Rescored]:
+    """Compute scores again from the records of complete cells, and rewrite the results that are others now.
+
+    A rewritten result names under `rescored` the scorer version of the run and the one that counts now, when, and how
+    many records changed. Incomplete cells stay as they are.
+    """
     from pipelines import evaluate
 
-    changed = 0
+    found = []
     for cell in manifest["cells"]:
         folder = store.cell(cell["key"])
         if (before := folder.result()) is None:
@@ -334,12 +367,18 @@ def rescore(store: Store, manifest: dict[str, Any]) -> int:
         scored = evaluate.rescore(cell, records)
         kept = {k: before[k] for k in ("versions", "commit")}  # of the run that produced the records
         result = results.aggregate(cell, scored) | kept
-        if scored != records:
-            result["rescored"] = True
+        ran, now = result["scorer_version"], evaluate.scorer_version(cell)
+        changed = sum(new["score"] != old["score"] for new, old in zip(scored, records, strict=True))
+        if scored != records or now != ran:
+            mark = {"from": ran, "to": now, "changed": changed}
+            last = before.get("rescored") or {}
+            same = {k: last.get(k) for k in mark} == mark
+            when = last["when"] if same else time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            result |= {"scorer_version": now, "rescored": {**mark, "when": when}}
         if result != before:
             write_json(folder.folder / "result.json", result)
-            changed += 1
-    return changed
+            found.append(Rescored(cell["info"]["label"], len(records), changed, before, result))
+    return found
 
 
 def parse(argv: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
@@ -370,8 +409,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         store, to = Store(Path(values["paths.store"]).expanduser().absolute()), console()
         manifest = store.read_manifest(values["sweep"])
         if values["rescore"] == "true":
-            n = rescore(store, manifest)
-            say(to, f"scores computed again from the records: {n} of {len(manifest['cells'])} results changed")
+            again = rescore(store, manifest)
+            say(to, f"scores computed again from the records: {len(again)} of {len(manifest['cells'])} results changed")
+            for cell in again:
+                say(to, f"  {cell}")
         found = show(store, manifest["name"], to)
         differences = compared(store, found)
         show_deltas(differences, to)

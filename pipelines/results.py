@@ -12,13 +12,21 @@ from statistics import fmean
 from typing import Any
 
 from moend import statistics
+from moend.errors import UserError
 
 Records = Sequence[dict[str, Any]]
 
 
 def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
-    """The content of result.json from a cell's {key, payload, info} and all of its records."""
+    """The content of result.json from a cell's {key, payload, info} and all of its records.
+
+    UserError where there are fewer or more than the cell has: a part of a cell is never averaged.
+    """
     payload, info = cell["payload"], cell["info"]
+    if len(records) != info["n_expected"]:
+        raise UserError(
+            f"cell {cell['key']} has {len(records)} of {info['n_expected']} records: no result is made of a part"
+        )
     scored = statistics.summarise(records)
     tasks = {t: {**_interval(v), "n": v["n"], "metric": info["metrics"][t]} for t, v in scored["tasks"].items()}
     fused = max(r["timing"]["fused_rows"] for r in records)
@@ -46,7 +54,9 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "metric": next(iter(info["metrics"].values())) if len(set(info["metrics"].values())) == 1 else "mean of tasks",
         "higher_is_better": info["higher_is_better"],
         "unit": info["unit"],
+        "scorer_version": payload["facts"]["benchmark"]["scorer_version"],
         "tasks": tasks,
+        "grid": _grid(records),
         "answer_nll": fmean(nll) if nll else None,
         "token_accuracy": fmean(accuracy) if accuracy else None,
         "eq1_bytes": fmean(r["eq1_bytes"] for r in records),
@@ -83,6 +93,16 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
     }
 
 
+def _grid(records: Records) -> list[dict[str, Any]] | None:
+    """Mean score at each length and depth, where the benchmark is a grid of them."""
+    places: dict[tuple[int, float], list[float]] = {}
+    for r in records:
+        if (axes := r.get("axes")) is not None:
+            places.setdefault((axes["length"], axes["depth"]), []).append(r["score"])
+    cells = [{"length": n, "depth": d, "score": fmean(x), "n": len(x)} for (n, d), x in sorted(places.items())]
+    return cells or None
+
+
 def _interval(scored: dict[str, Any]) -> dict[str, float | None]:
     """Null bounds: the examples say nothing about the spread."""
     return {"score": scored["score"], "score_low": scored["low"], "score_high": scored["high"]}
@@ -102,10 +122,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+COMMIT_FILE = "COMMIT"
+
+
 @functools.cache
 def commit() -> str | None:
     """The commit of the checkout, `-dirty` where files differ from it; None outside of one."""
     here = Path(__file__).resolve().parents[1]
+    if (frozen := here / COMMIT_FILE).is_file():  # a copy of the code that was made for jobs
+        return frozen.read_text(encoding="utf-8").strip()
     try:
         run = functools.partial(subprocess.run, cwd=here, capture_output=True, text=True, timeout=10, check=True)
         if Path(run(["git", "rev-parse", "--show-toplevel"]).stdout.strip()) != here:

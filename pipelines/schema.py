@@ -18,12 +18,13 @@ class _Strict(BaseModel):
 
 
 class GenerationConfig(_Strict):
-    """How answers are drawn. max_new_tokens null: the benchmark's own limit."""
+    """How answers are drawn. max_new_tokens null: the benchmark's own limit. reasoning: the model thinks first."""
 
     max_new_tokens: int | None = Field(ge=1)
     temperature: float = Field(ge=0, le=100)
     top_p: float = Field(gt=0, le=1)
     samples: int = Field(ge=1)
+    reasoning: bool
 
 
 class EngineConfig(_Strict):
@@ -34,12 +35,60 @@ class EngineConfig(_Strict):
     fuse: bool
 
 
-class ClusterConfig(_Strict):
-    """Where the work runs."""
+_RESERVED = frozenset({"array", "dependency", "job-name", "output", "error", "open-mode", "signal", "requeue", "wrap"})
 
-    name: Literal["inprocess"]
+
+class ClusterConfig(_Strict):
+    """Where the work runs. What a cluster's file leaves out means nothing there; null: the cluster's own default."""
+
+    name: Literal["inprocess", "local", "slurm"]
     wait: bool
-    shards: int = Field(ge=1, le=10_000)
+    shards: int | None = Field(ge=1, le=10_000)
+    workers: int | None = Field(default=None, ge=1, le=1024)
+    partition: str | None = Field(default=None, min_length=1)
+    account: str | None = Field(default=None, min_length=1)
+    qos: str | None = Field(default=None, min_length=1)
+    constraint: str | None = Field(default=None, min_length=1)
+    gpus: int | None = Field(default=None, ge=0)
+    cpus: int | None = Field(default=None, ge=1)
+    memory: str | None = Field(default=None, pattern=r"^[1-9]\d*[KMGT]?$")
+    time: int | str | None = None
+    max_running: int | None = Field(default=None, ge=1)
+    requeues: int = Field(default=20, ge=0)
+    signal_delay: int = Field(default=120, ge=1, le=65_535)
+    setup: list[str] | None = None
+    extra: dict[str, str | int | float | bool] | None = None
+
+    @field_validator("time", mode="after")
+    @classmethod
+    def _time(cls, value: int | str | None) -> int | str | None:
+        if value is not None and minutes(value) is None:
+            raise ValueError("is minutes (90), 'hours:minutes:seconds', 'days-hours' or 'days-hours:minutes:seconds'")
+        return value
+
+    @field_validator("extra", mode="after")
+    @classmethod
+    def _extra(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for key in value or {}:
+            if key.replace("_", "-") in _RESERVED:
+                raise ValueError(f"'{key}' is set by this program")
+        return value
+
+
+def minutes(time: int | str) -> int | None:
+    """A time limit in Slurm's notation, as whole minutes, rounded up; None where it is none."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    if match is None:
+        return None
+    days, *parts = (int(x) if x is not None else None for x in match.groups())
+    first, second, third = (x or 0 for x in parts)
+    if days is not None:  # days-hours[:minutes[:seconds]]
+        seconds = ((days * 24 + first) * 60 + second) * 60 + third
+    elif parts[2] is not None:  # hours:minutes:seconds
+        seconds = (first * 60 + second) * 60 + third
+    else:  # minutes[:seconds]
+        seconds = first * 60 + second
+    return -(-seconds // 60) or None
 
 
 class TrackingConfig(_Strict):

@@ -128,11 +128,15 @@ def _host() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """When a process began, so that a reused pid is not taken for its predecessor; empty where the system hides it."""
+    """When a process began, so that a reused pid is not taken for its predecessor; empty where the system hides it.
+
+    Also empty for a process that has ended and that nobody has waited for: it holds nothing any more.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    return "" if fields[0] == "Z" else fields[19]
 
 
 def _alive(pid: int) -> bool:
@@ -143,6 +147,28 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by host, number and start, so that a later one with the same number is not taken for it."""
+
+    host: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """A process of this machine that exists."""
+        return cls(_host(), pid, _process_start(pid))
+
+    def here(self) -> bool:
+        """Whether it was started on this machine."""
+        return self.host == _host()
+
+    def alive(self) -> bool:
+        """Whether it still runs, as seen from this machine: a process of another one does not."""
+        return self.here() and _alive(self.pid) and _process_start(self.pid) == self.started
 
 
 class Lease:
@@ -209,6 +235,16 @@ class Lease:
             except OSError:
                 return  # `check` will tell the writer
 
+    @classmethod
+    def taken(cls, stem: Path) -> bool:
+        """Whether a live process holds the lease, without trying to take it."""
+        probe = cls.__new__(cls)
+        probe.stem, probe.clock = stem, time.time
+        if not stem.parent.is_dir():
+            return False
+        generations = probe._generations()
+        return bool(generations) and probe._live(probe._file(generations[-1]))
+
     def check(self) -> None:
         """Raise LeaseLost unless this process still holds the shard."""
         generations = self._generations()
@@ -222,6 +258,26 @@ class Lease:
             released = json.dumps({**self.holder.__dict__, "released": True})
             with contextlib.suppress(OSError):  # a full disk: the next one sees that this process is gone
                 write_atomic(self._file(self.generation), released)
+
+
+@contextlib.contextmanager
+def held(stem: Path, busy: Callable[[], None], poll_s: float = 1.0) -> Iterator[None]:
+    """Hold the lease of `stem`, waiting for whoever has it; `busy` is called once where that is so."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    told = False
+    while True:
+        try:
+            lease = Lease(stem)
+            break
+        except Busy:
+            if not told:
+                busy()
+                told = True
+            time.sleep(poll_s)
+    try:
+        yield
+    finally:
+        lease.release()
 
 
 class Shard:
@@ -319,6 +375,11 @@ class CellStore:
                 out.setdefault(record_key(record), record)
         return list(out.values())
 
+    def is_held(self) -> bool:
+        """Whether a live process is writing one of the shards."""
+        leases = (self.folder / "records").glob("*.lease.*")
+        return any(Lease.taken(stem) for stem in {p.with_name(p.name.partition(".lease.")[0]) for p in leases})
+
     def done(self) -> set[RecordKey]:
         """Which records are there."""
         return {record_key(r) for r in self.records()}
@@ -382,9 +443,13 @@ class Store:
         finally:
             probe.unlink(missing_ok=True)
 
+    def sweep(self, name: str) -> Path:
+        """A sweep's folder: its manifest, and what was submitted of it."""
+        return self.root / "sweeps" / name
+
     def manifest(self, name: str) -> Path:
         """The list of cells of a sweep."""
-        return self.root / "sweeps" / name / "manifest.json"
+        return self.sweep(name) / "manifest.json"
 
     def sweep_names(self) -> list[str]:
         """Sweeps that were run into this store, the newest last."""

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 EVERY = 30  # seconds between progress lines in a log
+SETTLED = 5  # seconds after the first record from which on a pace is told
 WIDE = 200  # columns where no terminal limits them: a log or a pipe gets whole rows
 
 
@@ -22,29 +22,41 @@ def console() -> Console:
 
 @contextmanager
 def progress(to: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields step(done, all): a bar with its ETA on a terminal; in a log a line now and then."""
+    """Yields step(done, all): a bar with its ETA on a terminal; in a log a line now and then.
+
+    Records come in bursts, one per cell of a group, and the first one waits for the model: the time left is told from
+    the pace since the first record, once that is some seconds ago.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
-    begin = last = time.monotonic()
+    last = time.monotonic()
+    first: tuple[float, int] | None = None
     with Progress(*columns, console=to, disable=not to.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(what, total=None, left="")
 
         def step(done: int, total: int) -> None:
-            nonlocal last
-            bar.update(task, completed=done, total=total)
+            nonlocal first, last
             now = time.monotonic()
+            first = first or (now, done)
+            left = remaining(now - first[0], done - first[1], total - done)
+            bar.update(task, completed=done, total=total, left=left)
             if not to.is_terminal and now - last >= EVERY and 0 < done < total:
-                left = (now - begin) / done * (total - done)
-                say(to, f"{what}: {done} of {total}, about {timedelta(seconds=round(left))} left")
+                say(to, f"{what}: {done} of {total}{', ' * bool(left)}{left}")
                 last = now
 
         yield step
+
+
+def remaining(passed: float, done: int, todo: int) -> str:
+    """The time left at the pace of `done` in `passed` seconds; nothing before that pace means anything."""
+    if passed < SETTLED or done < 1:
+        return ""
+    return f"about {duration(passed / done * todo)} left"
 
 
 def say(to: Console, text: str) -> None:
@@ -59,6 +71,14 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    for unit, length, until in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 172_800)):
+        if seconds < until:
+            return f"{seconds / length:.2g} {unit}" if seconds < 10 * length else f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86_400:.1f} days"
 
 
 def budget(canonical: str | None) -> str:

@@ -3,7 +3,7 @@
 set -euo pipefail
 
 name=${0##*/}
-usage="usage: $name [--cpus N] [--gpus N] [--ports SLURMCTLD,SLURMD] [DIR]"
+usage="usage: $name [--cpus N] [--gpus N] [--ports SLURMCTLD,SLURMD] [--tasks N] [DIR]"
 install="apt-get install -y --no-install-recommends"
 # Processes refuse a socket whose path exceeds 107 bytes, and Slurm makes DIR/spool/localhost_<job>.<step>.
 max_dir=70
@@ -14,10 +14,10 @@ die() {
 }
 
 # ---------------------------------------------------------------------------------------------------- the command line
-cpus='' gpus='' ports='' dir=''
+cpus='' gpus='' ports='' tasks='' dir=''
 while [ $# -gt 0 ]; do
   case $1 in
-    --cpus | --gpus | --ports)
+    --cpus | --gpus | --ports | --tasks)
       [ $# -ge 2 ] || die "$1 needs a value ($usage)" 2
       printf -v "${1#--}" %s "$2"
       shift 2
@@ -36,6 +36,8 @@ while [ $# -gt 0 ]; do
 done
 [[ -z $cpus || $cpus =~ ^[1-9][0-9]{0,3}$ ]] || die "--cpus takes a whole number from 1 to 9999, got '$cpus'" 2
 [[ -z $gpus || $gpus =~ ^[0-9]$ ]] || die "--gpus takes a whole number from 0 to 9, got '$gpus'" 2
+[[ -z $tasks || $tasks =~ ^[1-9][0-9]{0,5}$ ]] ||
+  die "--tasks takes a whole number from 1 to 999999, got '$tasks'" 2
 [[ -z $ports || $ports =~ ^[1-9][0-9]{3,4},[1-9][0-9]{3,4}$ && ${ports%,*} -ne ${ports#*,} &&
   ${ports%,*} -le 65535 && ${ports#*,} -le 65535 ]] ||
   die "--ports takes two different numbers from 1000 to 65535 with a comma between, got '$ports'" 2
@@ -90,6 +92,8 @@ free_port() { # below the range from which kernels hand out ports to clients
 cpus=${cpus:-$(before CPUs || env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)}
 memory=$(before RealMemory || awk '/^MemTotal:/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
 gpus=${gpus:-$(before '#gpus' || echo 2)}
+# MaxArraySize is one more than the largest index, so it allows this many tasks with numbers from 1.
+array=$([ -n "$tasks" ] && echo $((tasks + 1)) || before MaxArraySize || echo 1001)
 if [ -n "$ports" ]; then
   ctld_port=${ports%,*} slurmd_port=${ports#*,}
 else
@@ -151,6 +155,7 @@ ReturnToService=2
 KillWait=2
 # Ended jobs stay visible to squeue --states=all for an hour: there is no accounting to ask.
 MinJobAge=3600
+MaxArraySize=$array
 GresTypes=gpu
 NodeName=localhost NodeAddr=127.0.0.1 CPUs=$cpus RealMemory=$memory Gres=gpu:$gpus State=UNKNOWN
 PartitionName=debug Nodes=localhost Default=YES MaxTime=INFINITE State=UP

@@ -9,8 +9,6 @@ import pytest
 
 # Requirement -> what it waits for. Only what a later issue delivers may stand here.
 LATER = {
-    9: "frozen configuration and code at submission: the issue on sweeps and clusters",
-    17: "requeue of array tasks: the issue on sweeps and clusters",
     22: "token agreement as a condition for a row in a table: the issue on baselines",
 }
 MARK = re.compile(r"pytest\.mark\.req\(([\d, ]+)\)")

@@ -1,19 +1,17 @@
-"""Hydra only instantiates plugins whose class lives under `hydra_plugins.`; the work is in pipelines.compose.
+"""Hydra only instantiates plugins whose class lives under `hydra_plugins.`; the work is in pipelines.points.
 
 Every Hydra program of the environment imports this module at its start, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
-from hydra.errors import ConfigCompositionException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
@@ -30,18 +28,20 @@ class MoendSearchPath(SearchPathPlugin):
 
 
 class MoendSweeper(BasicSweeper):
-    """Hydra's grid, handed to the launcher whole. Unlike Hydra's it writes no multirun.yaml and composes once."""
+    """Hydra's grid, or a union of several, handed to the launcher whole; writes no multirun.yaml and composes once.
 
-    def __init__(self, params: dict[str, str] | None = None) -> None:
-        super().__init__(max_batch_size=None, params=params)
+    `params` are the axes of all grids, `grids` a list of more axes each (pipelines.points.expand).
+    """
+
+    def __init__(self, params: Mapping[str, Any] | None = None, grids: Sequence[Mapping[str, Any]] | None = None):
+        super().__init__(max_batch_size=None, params=dict(params or {}))
+        self.grids = grids or ()
 
     def sweep(self, arguments: list[str]) -> Any:
+        from pipelines.points import expand
+
         assert self.hydra_context is not None and self.launcher is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
-        if any(o.is_delete() for o in overrides):
-            raise ConfigCompositionException("deleting keys (~key) is not supported: every key of the config is needed")
-        (points,) = self.split_arguments(overrides, max_batch_size=None)
+        points = expand(self.params or {}, self.grids, arguments, self.hydra_context.config_loader)
         return self.launcher.launch(points, initial_job_idx=0)
 
 
@@ -52,6 +52,6 @@ class MoendLauncher(Launcher):
         self.context, self.program, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from pipelines.compose import compose
+        from pipelines.points import compose
 
         raise SystemExit(self.program(compose(self.context.config_loader, self.config, job_overrides)))

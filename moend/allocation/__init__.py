@@ -1,7 +1,10 @@
 """Allocators: how many entries, and at how many bits, each layer gets under a budget."""
 
 from moend.allocation.demand import Demand
+from moend.allocation.pyramid import pyramid
+from moend.allocation.ripple import ripple
 from moend.allocation.routed import routed
+from moend.allocation.shares import shaped
 from moend.allocation.uniform import uniform
 
-__all__ = ["Demand", "routed", "uniform"]
+__all__ = ["Demand", "pyramid", "ripple", "routed", "shaped", "uniform"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from moend.plan import Arch, Storage, eq1_bytes, peak_layer_bytes
@@ -34,7 +34,5 @@ class Demand:
             return eq1_bytes(cap, heads, dim, k_bits, v_bits)
         storage = self.storage(cap, k_bits, v_bits)
         if self.exact and cap >= self.reference:  # never evicts: no positions, and it grows by all that is new
-            return peak_layer_bytes(
-                self.reference, min(self.new, self.reference - 1), replace(storage, positions="none"), heads, dim
-            )
+            return peak_layer_bytes(self.reference, min(self.new, self.reference - 1), storage.whole, heads, dim)
         return peak_layer_bytes(cap, self.reserve(cap), storage, heads, dim)

@@ -21,10 +21,10 @@ def uniform(demand: Demand, bits: tuple[int, int], tokens: int | None = None) ->
 def largest(demand: Demand, k_bits: int, v_bits: int) -> int:
     """The largest common cap that fits, at most the reference length; Infeasible where not even one entry does."""
     layers, heads, dim = demand.arch.layers, demand.arch.kv_heads, demand.arch.head_dim
-    # No cap costs less than its codes, and giving up one entry frees at most a 16-bit entry, its position and the
-    # scales of a group: so both the start and the steps below are safe, and the first cap that fits is the largest.
+    # No cap costs less than its codes, and giving up one entry frees at most a 16-bit entry, its position, its mass and
+    # the scales of a group: so both the start and the steps below are safe, and the first cap that fits is the largest.
     codes = heads * dim * (k_bits + v_bits) // 8
-    freed = heads * (8 * dim + 8 * dim + 4)
+    freed = heads * (8 * dim + 8 * dim + 8)
     least = demand.least
     n = max(min(demand.reference, demand.total // (layers * codes)), least)
     while True:

@@ -10,9 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
-from moend.errors import UserError, unknown
+from moend.benchmarks.answers import THINK_END, THINK_START, after_thinking
+from moend.errors import Blocked, UserError, unknown
 from moend.models import TEMPLATE_DATE
 from moend.plan import Arch
 
@@ -46,6 +48,7 @@ class Rendered:
     truncated: tokens cut out of the middle of the context.
     gold_ids: teacher-forced continuation of ids for answer_nll and token_accuracy, empty if there is none.
     stop: the generation ends at the first of these strings, but never before its second token.
+    thinking: whether the prompt opens a thought or asks for one, so that an answer comes after `</think>` only.
     """
 
     sample: Sample
@@ -55,6 +58,7 @@ class Rendered:
     truncated: int = 0
     gold_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    thinking: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -71,6 +75,8 @@ class Benchmark(ABC):
     length: prompt tokens (each benchmark says what is counted). max_new_tokens: null is the benchmark's own.
     split: "calibration" draws other rows, from other seeds and another part of the text, than "test".
     chat_template: "official" follows the benchmark's rule, "all" and "none" overrule it.
+    reasoning: the protocol of models that think first (`generation=reasoning` sets it): the benchmark's own output
+        limits times `reasoning_factor`, no stop strings, and a thought that was opened but never closed is no answer.
     """
 
     name: str
@@ -83,6 +89,7 @@ class Benchmark(ABC):
     split: str = "test"
     max_new_tokens: int | None = None
     chat_template: str = "official"
+    reasoning: bool = False
 
     all_tasks: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["generate", "nll"]] = "generate"
@@ -90,8 +97,11 @@ class Benchmark(ABC):
     higher_is_better: ClassVar[bool] = True
     prompt_version: ClassVar[int] = 1
     scorer_version: ClassVar[int] = 1
+    scored_meta: ClassVar[tuple[str, ...]] = ()  # of a sample's meta, what `score` reads: records keep it
+    reasoning_factor: ClassVar[int] = 16  # PROTOCOLS: LongBench's 32, 64, 128 become 512, 1024, 2048
     # Fields that say where data lies or how much of it is used: `identity` replaces them with what they stand for.
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit")
+    _cache: ClassVar[Path | None] = None  # of an instance: `at`
 
     def __post_init__(self) -> None:
         tasks = self.all_tasks if self.tasks is None else (self.tasks,) if isinstance(self.tasks, str) else self.tasks
@@ -110,6 +120,7 @@ class Benchmark(ABC):
                 raise UserError(f"benchmark.{f.name}={value} must be text, in quotes of its own, or null")
         choice("benchmark.split", self.split, SPLITS)
         choice("benchmark.chat_template", self.chat_template, CHAT_TEMPLATE)
+        self._set("reasoning", self.reasoning and self.kind == "generate")  # a likelihood thinks nothing
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
@@ -125,8 +136,11 @@ class Benchmark(ABC):
         """All samples, task by task, in a fixed order; a larger limit only appends within a task."""
 
     @abstractmethod
-    def score(self, sample: Sample, text: str) -> dict[str, Any]:
-        """{"score": float, "answer": the extracted answer or None} of a generated text; never raises on any text."""
+    def score(self, sample: Sample, text: str, *, finished: bool = True, opened: bool = False) -> dict[str, Any]:
+        """{"score": float, "answer": the extracted answer or None} of a generated text; never raises on any text.
+
+        finished: the model ended by itself, not at the output limit. opened: `Rendered.thinking` of its prompt.
+        """
 
     @abstractmethod
     def new_tokens(self, task: str) -> int:
@@ -156,7 +170,21 @@ class Benchmark(ABC):
         """None where the data is here or can be fetched or generated, else the one line that says what is missing."""
         return None
 
+    def absent(self) -> str | None:
+        """The one line that says what `samples` would fetch first; None where the data is here or made. No network."""
+        return None
+
+    def fetch(self) -> None:
+        """Bring data that is absent to this machine, for later without network; Blocked where it is not to be had."""
+        if reason := self.available():
+            raise Blocked(reason)
+
     # What all share
+
+    def at(self, cache: Path) -> Self:
+        """This benchmark, with the folder that fetched data lies in (null: Hugging Face's own)."""
+        self._set("_cache", cache)
+        return self
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -179,8 +207,24 @@ class Benchmark(ABC):
         return counts
 
     def output_tokens(self, task: str, override: int | None = None) -> int:
-        """New tokens of a task: the argument, else benchmark.max_new_tokens, else the benchmark's own."""
-        return override or self.max_new_tokens or self.new_tokens(task)
+        """New tokens of a task: the argument, else benchmark.max_new_tokens, else its own (see reasoning)."""
+        own = self.new_tokens(task) * (self.reasoning_factor if self.reasoning else 1)
+        return override or self.max_new_tokens or own
+
+    def stops(self, task: str) -> tuple[str, ...]:
+        """Strings that end a task's output; none while a model thinks, or a thought would end at its first newline."""
+        return ()
+
+    def final_text(self, text: str, *, opened: bool = False) -> str | None:
+        """What is scored: the text after the last `</think>`. None, no answer, where a reasoning model never wrote one
+        although its prompt opened a thought or asked for it."""
+        if self.reasoning and opened and THINK_END not in text:
+            return None
+        return after_thinking(text)
+
+    def caution(self, samples: int) -> str | None:
+        """What a person should know who draws so many answers per example, in one line; None: nothing."""
+        return None
 
     def uses_chat(self, task: str) -> bool:
         """Whether a task's prompt goes into the model's chat template, if it has one."""
@@ -246,11 +290,20 @@ class Prompt:
     answer_prefix: str = ""
 
 
-def _chat(tokenizer: Any, user: str) -> str:
+def _chat(tokenizer: Any, user: str, **switches: Any) -> str:
     turn = [{"role": "user", "content": user}]
-    return str(
-        tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE)
-    )
+    fixed = {"tokenize": False, "add_generation_prompt": True, "date_string": TEMPLATE_DATE}
+    return str(tokenizer.apply_chat_template(turn, **fixed, **switches))
+
+
+def asks_to_think(tokenizer: Any, answer_prefix: str = "") -> bool:
+    """Whether a chat prompt ends inside a thought, or its template has a switch for thinking that is on by default."""
+    text = _chat(tokenizer, SENTINEL)
+    tail = text.rpartition(SENTINEL)[2] + answer_prefix
+    started, ended = tail.rfind(THINK_START), tail.rfind(THINK_END)
+    if started != ended:
+        return started > ended
+    return text != _chat(tokenizer, SENTINEL, enable_thinking=False)
 
 
 def assemble(prompt: Prompt, tokenizer: Any, *, chat: bool) -> tuple[str, tuple[int, int]]:
@@ -322,6 +375,7 @@ def render_prompt(
         truncated=before - len(ids),
         gold_ids=tuple(gold_ids),
         stop=stop,
+        thinking=chat and asks_to_think(tokenizer, prompt.answer_prefix),
     )
 
 

@@ -96,7 +96,7 @@ class Continuation(Benchmark):
             gold_ids=tuple(ids[length : length + CONTINUED]),
         )
 
-    def score(self, sample: Sample, text: str) -> dict[str, Any]:
+    def score(self, sample: Sample, text: str, *, finished: bool = True, opened: bool = False) -> dict[str, Any]:
         """Not from text: the engine's answer_nll is the score."""
         raise TypeError("continuation is scored by answer_nll, not by generated text")
 

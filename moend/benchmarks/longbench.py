@@ -1,21 +1,20 @@
-"""LongBench v1 (Bai et al. 2024): official rows, prompts, output lengths and metrics."""
+"""LongBench v1 and LongBench-E (Bai et al. 2024): official rows, prompts, output lengths and metrics."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from moend.benchmarks.answers import after_thinking, first_line
+from moend.benchmarks.answers import first_line
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
-from moend.benchmarks.metrics import METRICS
+from moend.benchmarks.hub import HubFile
+from moend.benchmarks.metrics import METRICS, PARAGRAPH, PARAGRAPH_ZH
 from moend.errors import Blocked, UserError
 from moend.plan import Arch
 
@@ -24,6 +23,38 @@ TABLE: dict[str, dict[str, Any]] = json.loads(
 )
 HUB = "THUDM/LongBench"
 FIELDS = ("input", "context", "answers", "all_classes", "_id")
+BUCKETS = ("0-4k", "4-8k", "8k+")
+TASKS_E = tuple(task for task, row in TABLE.items() if "rows_e" in row)
+
+
+def bucket(length: float) -> str:
+    """LongBench-E's bucket of a row's `length`, its words (characters in Chinese) before any truncation."""
+    return BUCKETS[(length >= 4000) + (length >= 8000)]
+
+
+def prediction_score(task: str, prediction: str, answers: Iterable[str], classes: Sequence[str]) -> float:
+    """The official score in [0, 1] of a text as it was generated: the largest over the answers.
+
+    Few-shot tasks are scored by the first line after leading newlines. classes: all that trec and lsht know of.
+    """
+    if TABLE[task]["first_line"]:
+        prediction = first_line(prediction)
+    metric = METRICS[TABLE[task]["metric"]]
+    return max((metric(prediction, answer, classes) for answer in answers), default=0.0)
+
+
+def require_scorable(task: str, answers: Sequence[str], classes: object, where: str) -> None:
+    """UserError, beginning with `where`, for gold that the task's metric cannot use."""
+    metric = TABLE[task]["metric"]
+    if not answers:
+        raise UserError(f"{where} has no answers")
+    pattern = {"retrieval": PARAGRAPH, "retrieval_zh": PARAGRAPH_ZH}.get(metric)
+    if pattern and not all(pattern.search(a) for a in answers):
+        raise UserError(f"{where}: answers must read '{'Paragraph N' if pattern is PARAGRAPH else '段落N'}'")
+    if metric == "classification" and not (
+        isinstance(classes, list) and classes and all(isinstance(c, str) for c in classes)
+    ):
+        raise UserError(f"{where}: all_classes must list the classes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +63,27 @@ class LongBench(Benchmark):
 
     length: the most tokens of rendered prompt plus output, cut in the middle of the context; null, or more than the
         model has, is the model's own limit.
-    data_dir: a folder of official JSON lines, `<task>.jsonl`; null reads the hub's archive at `revision`.
+    data_dir: official JSON lines: a folder with `<task>.jsonl`, a zip archive that holds such files in any folder, or
+        one file (of the task it is named after, else of the tasks its rows name in `dataset`); null reads the hub's
+        archive at `revision`.
+    e: LongBench-E: 13 tasks with rows spread evenly over lengths, files `<task>_e.jsonl`.
     """
 
     data_dir: str | None = None
     revision: str | None = None
+    e: bool = False
 
     all_tasks: ClassVar[tuple[str, ...]] = tuple(TABLE)
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "data_dir", "revision")
+    scored_meta: ClassVar[tuple[str, ...]] = ("all_classes",)
+    scorer_version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.e, bool):
+            raise UserError(f"benchmark.e={self.e} must be true or false")
+        if self.e and (other := [t for t in self.task_names if t not in TASKS_E]):
+            raise UserError(f"LongBench-E has no {other[0]}: its tasks are {', '.join(TASKS_E)}")
         if self.split != "test":
             raise UserError(f"{self.name} has no {self.split} split: its rows are for evaluation")
         if self.data_dir is None and not self.revision:
@@ -59,6 +100,10 @@ class LongBench(Benchmark):
     def uses_chat(self, task: str) -> bool:
         """Not for the few-shot tasks, unless `chat_template: all`."""
         return self.chat_template == "all" or (self.chat_template == "official" and bool(TABLE[task]["chat"]))
+
+    def stops(self, task: str) -> tuple[str, ...]:
+        """samsum ends at a newline."""
+        return () if self.reasoning else tuple(TABLE[task]["stop"])
 
     def reference_length(self, arch: Arch) -> int:
         """The truncation length."""
@@ -79,27 +124,40 @@ class LongBench(Benchmark):
     def available(self) -> str | None:
         """What is missing: files of data_dir, or the hub's archive where the hub is switched off."""
         if self.data_dir is not None:
-            missing = [t for t in self.task_names if not self._file(t).is_file()]
-            return f"benchmark.data_dir={self.data_dir} has no {missing[0]}.jsonl" if missing else None
-        from huggingface_hub import constants, try_to_load_from_cache
-
-        cached = try_to_load_from_cache(HUB, "data.zip", repo_type="dataset", revision=self.revision)
-        if isinstance(cached, str) or not constants.HF_HUB_OFFLINE:
+            try:
+                for task in self.task_names:
+                    if next(iter(self._lines(task)), None) is None:
+                        raise Blocked(f"benchmark.data_dir={self.data_dir} has no rows of {task}")
+            except Blocked as e:
+                return str(e)
             return None
-        return f"{HUB} is not in the hub cache and the hub is off: set benchmark.data_dir to its JSONL files"
+        return self._hub.unavailable()
 
-    def _file(self, task: str) -> Path:
-        return Path(self.data_dir or "").expanduser() / f"{task}.jsonl"
+    def absent(self) -> str | None:
+        """The hub's archive, where it is not here yet."""
+        reason = self._hub.absent() if self.data_dir is None else None
+        return f"data '{self.name}': {reason}" if reason else None
+
+    def fetch(self) -> None:
+        """The hub's archive; nothing where data_dir holds the rows."""
+        super().fetch()
+        if self.data_dir is None:
+            self._hub.get()
+
+    @property
+    def _hub(self) -> HubFile:
+        return HubFile(HUB, "data.zip", str(self.revision), self._cache)
 
     def expected(self) -> dict[str, int]:
-        """From the hub: the pinned row counts, without the data. From a folder: what it holds."""
-        if self.data_dir is not None:
+        """The pinned row counts, without the data; from data_dir, where it is here: what it holds."""
+        if self.data_dir is not None and self.available() is None:
             return super().expected()
-        return {t: min(self.limit or self.rows or TABLE[t]["rows"], TABLE[t]["rows"]) for t in self.task_names}
+        rows = {t: int(TABLE[t]["rows_e" if self.e else "rows"]) for t in self.task_names}
+        return {t: min(self.limit or self.rows or n, n) for t, n in rows.items()}
 
     def fingerprint(self) -> str:
-        """From the hub: of its name and commit, without the data. From a folder: of the samples."""
-        if self.data_dir is not None:
+        """From the hub: of its name and commit, without the data. From data_dir: of the samples."""
+        if self.data_dir is not None and (self.revision is None or self.available() is None):
             return super().fingerprint()
         return hashlib.sha256(f"{HUB}@{self.revision}".encode()).hexdigest()
 
@@ -120,31 +178,42 @@ class LongBench(Benchmark):
 
     def _rows(self, task: str, wanted: int | None) -> Iterator[Sample]:
         seen: set[str] = set()
-        for number, line in enumerate(self._lines(task), 1):
+        for where, line in self._lines(task):
             if wanted and len(seen) == wanted:
                 return
-            if line.strip():
-                sample = _parse(task, line, f"{task}.jsonl:{number}")
-                if sample.id in seen:
-                    raise UserError(f"{task}.jsonl:{number} repeats _id {sample.id}")
-                seen.add(sample.id)
-                yield sample
+            sample = _parse(task, line, where)
+            if sample.id in seen:
+                raise UserError(f"{where} repeats _id {sample.id}")
+            seen.add(sample.id)
+            yield sample
 
-    def _lines(self, task: str) -> Iterable[str]:
-        # lines end at "\n" alone: str.splitlines would also break at characters that JSON leaves bare inside strings
-        if self.data_dir is not None:
-            with self._file(task).open(encoding="utf-8", newline="\n") as file:
-                yield from file
-            return
-        from huggingface_hub import hf_hub_download
+    def _lines(self, task: str) -> Iterator[tuple[str, str]]:
+        """(file:number, line) of every row of a task; Blocked where there is no such file."""
+        name = f"{task}_e.jsonl" if self.e else f"{task}.jsonl"
+        if self.data_dir is None:
+            return self._zipped(self._hub.get(), name)
+        source = Path(self.data_dir).expanduser()
+        if source.is_dir():
+            if not (source / name).is_file():
+                raise Blocked(f"benchmark.data_dir={self.data_dir} has no {name}")
+            return _numbered(source / name)
+        if not source.is_file():
+            raise Blocked(f"benchmark.data_dir={self.data_dir} is not here")
+        if zipfile.is_zipfile(source):
+            return self._zipped(source, name)
+        if source.stem.removesuffix("_e") in TABLE:
+            return _numbered(source) if source.name == name else iter(())
+        return ((where, line) for where, line in _numbered(source) if _dataset(line, where) == task)
 
-        try:
-            archive = hf_hub_download(HUB, "data.zip", repo_type="dataset", revision=self.revision)
-        except OSError as e:  # every error of the hub's client, and of the disk
-            first = str(e).strip().split("\n")[0]
-            raise Blocked(f"{HUB} cannot be fetched ({first}): set benchmark.data_dir to its JSONL files") from e
-        with zipfile.ZipFile(archive) as z, z.open(f"data/{task}.jsonl") as raw:
-            yield from io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
+    def _zipped(self, archive: Path, name: str) -> Iterator[tuple[str, str]]:
+        with zipfile.ZipFile(archive) as z:
+            found = [n for n in z.namelist() if PurePosixPath(n).name == name]
+            if not found:
+                raise Blocked(f"{archive} has no {name}")
+            if len(found) > 1:
+                raise UserError(f"{archive} has several files {name}: {', '.join(found)}")
+            with z.open(found[0]) as raw:
+                yield from _rows_of(raw, name)
 
     # Prompts and scores
 
@@ -166,18 +235,43 @@ class LongBench(Benchmark):
             limit=self.reference_length(arch) - new,
             max_new_tokens=new,
             gold=sample.gold[0],
-            stop=tuple(row["stop"]),
+            stop=self.stops(sample.task),
         )
 
-    def score(self, sample: Sample, text: str) -> dict[str, Any]:
+    def score(self, sample: Sample, text: str, *, finished: bool = True, opened: bool = False) -> dict[str, Any]:
         """Largest score over the references, of the text after the last thought (few-shot tasks: its first line)."""
         row = TABLE[sample.task]
-        answer = after_thinking(text)
+        answer = self.final_text(text, opened=opened)
+        if answer is None:
+            return {"score": 0.0, "answer": None}
         if row["first_line"]:
             answer = first_line(answer)
-        metric, classes = METRICS[row["metric"]], sample.meta["all_classes"] or ()
-        best = max((metric(answer, gold, classes) for gold in sample.gold), default=0.0)
+        best = prediction_score(sample.task, answer, sample.gold, sample.meta["all_classes"] or ())
         return {"score": best, "answer": answer if answer.strip() else None}
+
+
+def _numbered(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        yield from _rows_of(file, path.name)
+
+
+def _rows_of(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank; they end at b"\\n" alone, where text would also break at what JSON leaves bare."""
+    for number, line in enumerate(raw, 1):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{name}:{number} is not UTF-8: {e}") from None
+        if text.strip():
+            yield f"{name}:{number}", text
+
+
+def _dataset(line: str, where: str) -> str:
+    """The task that a row names."""
+    try:
+        return str(json.loads(line)["dataset"]).removesuffix("_e")
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{where} names no dataset: a file of several tasks needs that field") from None
 
 
 def _parse(task: str, line: str, where: str) -> Sample:
@@ -191,12 +285,7 @@ def _parse(task: str, line: str, where: str) -> Sample:
         sample = Sample(task, str(row["_id"]), str(row["context"]), str(row["input"]), "", gold, meta)
     except (ValueError, TypeError) as e:
         raise UserError(f"{where} is not a LongBench row: {e}") from None
-    if not gold:
-        raise UserError(f"{where} has no answers")
-    if TABLE[task]["metric"] == "retrieval" and not all(re.search(r"Paragraph \d", a) for a in gold):
-        raise UserError(f"{where}: answers must read 'Paragraph N'")
-    if TABLE[task]["metric"] == "classification" and not row["all_classes"]:
-        raise UserError(f"{where}: all_classes must list the classes")
+    require_scorable(task, gold, row["all_classes"], where)
     return sample
 
 

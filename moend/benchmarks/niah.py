@@ -12,8 +12,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from moend.benchmarks.answers import after_thinking, number_of_digits
-from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, assemble, choice, encode, render_prompt, whole
+from moend.benchmarks.answers import number_of_digits
+from moend.benchmarks.base import (
+    Benchmark,
+    Prompt,
+    Rendered,
+    Sample,
+    assemble,
+    choice,
+    encode,
+    log,
+    render_prompt,
+    whole,
+)
 from moend.benchmarks.text import CHARS_PER_TOKEN, part
 from moend.errors import UserError
 from moend.plan import Arch
@@ -33,13 +44,15 @@ WORDS = _WORDS.split()
 UNIT = re.compile(r"\S.*?(?:[.!?][\"')]*(?=\s)|\Z)\s*", re.DOTALL)
 GOLDEN = 0.6180339887498949
 DIGITS = 7
+LEAST = 64  # tokens that no tokenizer can say the task in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Niah(Benchmark):
     """Exact match of the number. The rendered prompt, chat template included, fits `length` tokens to one sentence.
 
-    keys: needles in the text. haystack: "text" or "noise". haystack_file: a UTF-8 text of the user's own.
+    keys: needles in the text. haystack: "text" (which begins again, with a warning, where it is too short) or "noise".
+    haystack_file: a UTF-8 text of the user's own.
     """
 
     length: int | None = 1024
@@ -55,6 +68,8 @@ class Niah(Benchmark):
         super().__post_init__()
         if self.length is None:
             raise UserError(f"benchmark.length of {self.name} must be a number of tokens")
+        if self.length < LEAST:
+            raise UserError(f"benchmark.length={self.length} is too short for {self.name}: at least {LEAST} tokens")
         choice("benchmark.haystack", self.haystack, HAYSTACKS)
         self._set("keys", whole("benchmark.keys", self.keys, least=1))
         if self.keys > len(WORDS):
@@ -76,39 +91,47 @@ class Niah(Benchmark):
 
     def make_samples(self) -> list[Sample]:
         """A window of text, the needles with their depths, and which of them is asked for (the first)."""
-        text = "" if self.haystack == "noise" else part(self.split, self.haystack_file)
-        size = int((self.length or 0) * CHARS_PER_TOKEN) + 200
-        if self.haystack == "text" and len(text) < size:
-            raise UserError(
-                f"benchmark.length={self.length} needs {size} characters of text; the {self.split} part of"
-                f" {self.haystack_file or 'the bundled text'} has {len(text)}"
-            )
+        start, haystack = random.Random(f"niah-depth-{self.seed}").random(), self._haystack(self.length or 0)
         samples = []
         for i in range(self.limit or self.rows or 20):
             name = f"niah-{self.split}-{self.haystack}-{self.length}-k{self.keys}-s{self.seed}-{i}"
-            rng = random.Random(name)
-            if self.haystack == "noise":
-                context = (NOISE * (size // len(NOISE) + 1)).strip()
-            else:
-                at = text.rfind("\n", 0, rng.randrange(len(text) - size + 1) + 1) + 1
-                context = text[at : at + size].strip()
-            words = rng.sample(WORDS, self.keys)
-            numbers = rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
-            asked = ((i + 0.5) * GOLDEN + random.Random(f"niah-depth-{self.seed}").random()) % 1.0
-            depths = [asked, *(rng.random() for _ in range(self.keys - 1))]
-            needles = [[w, str(n), d] for w, n, d in zip(words, numbers, depths, strict=True)]
-            samples.append(
-                Sample(
-                    "niah",
-                    name,
-                    context,
-                    f"What is the access code for {words[0]} given in the text above? Reply with the number only.",
-                    f"The access code for {words[0]} is",
-                    (str(numbers[0]),),
-                    {"needles": needles, "depth": asked},
-                )
-            )
+            samples.append(self._sample("niah", name, haystack, ((i + 0.5) * GOLDEN + start) % 1.0))
         return samples
+
+    def _haystack(self, length: int) -> tuple[str, int]:
+        """A text and how many of its characters make a window that holds enough tokens."""
+        size = int(length * CHARS_PER_TOKEN) + 200
+        if self.haystack == "noise":
+            return (NOISE * (size // len(NOISE) + 1)).strip(), size
+        text = part(self.split, self.haystack_file)
+        if len(text) < size:
+            log.warning("%s: a window of %d characters: the text has %d and repeats", self.name, size, len(text))
+            text = "\n\n".join([text] * (size // max(len(text), 1) + 1))
+        return text, size
+
+    def _sample(self, task: str, name: str, haystack: tuple[str, int], depth: float) -> Sample:
+        """The sample of this name: all but the depth follows from it."""
+        (text, size), rng = haystack, random.Random(name)
+        if self.haystack == "text":
+            at = text.rfind("\n", 0, rng.randrange(len(text) - size + 1) + 1) + 1
+            text = text[at : at + size].strip()
+        words = rng.sample(WORDS, self.keys)
+        numbers = rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
+        depths = [depth, *(rng.random() for _ in range(self.keys - 1))]
+        needles = [[w, str(n), d] for w, n, d in zip(words, numbers, depths, strict=True)]
+        return Sample(
+            task,
+            name,
+            text,
+            f"What is the access code for {words[0]} given in the text above? Reply with the number only.",
+            f"The access code for {words[0]} is",
+            (str(numbers[0]),),
+            {"needles": needles, "depth": depth},
+        )
+
+    def prompt_length(self, sample: Sample) -> int:
+        """The length that the sample's prompt is fitted to."""
+        return self.length or 0
 
     def _prompt(self, sample: Sample, units: list[str]) -> Prompt:
         ends = [0, *accumulate(map(len, units))]
@@ -129,7 +152,7 @@ class Niah(Benchmark):
         """As many sentences of the haystack as fit `length` tokens, the needles between them."""
         self.check(arch, max_new_tokens)
         chat = chat and self.uses_chat(sample.task)
-        limit, units = self.length or 0, UNIT.findall(sample.context)
+        limit, units = self.prompt_length(sample), UNIT.findall(sample.context)
 
         def tokens(count: int) -> int:
             text, _ = assemble(self._prompt(sample, units[:count]), tokenizer, chat=chat)
@@ -162,9 +185,9 @@ class Niah(Benchmark):
             gold=sample.gold[0],
         )
 
-    def score(self, sample: Sample, text: str) -> dict[str, Any]:
+    def score(self, sample: Sample, text: str, *, finished: bool = True, opened: bool = False) -> dict[str, Any]:
         """1 where the first seven-digit number of the answer is the one asked for."""
-        answer = number_of_digits(after_thinking(text), DIGITS)
+        answer = number_of_digits(self.final_text(text, opened=opened) or "", DIGITS)
         return {"score": float(answer == sample.gold[0]), "answer": answer}
 
 

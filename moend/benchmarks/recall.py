@@ -90,6 +90,26 @@ def make_question(rng: random.Random, facts: Facts, task: str) -> tuple[list[str
     return ["?", task, *keys], answer
 
 
+def calibration_texts(count: int, prefix: int, window: int) -> list[str]:
+    """Contexts of `prefix` tokens, the BOS included, then `window` words of questions with their answers.
+
+    Of seeds of their own: no row of either split.
+    """
+    texts = []
+    for i in range(count):
+        rng = random.Random(f"recall-calibration-text-{prefix}-{window}-{i}")
+        words, facts = make_context(rng, prefix - 1)
+        asked: list[str] = []
+        while len(asked) < window:
+            made = make_question(rng, facts, rng.choice(Recall.all_tasks))
+            if made is None:
+                continue
+            question, answer = made
+            asked += [*question, *answer, "<eos>"]
+        texts.append(" ".join([*words, *asked[:window]]))
+    return texts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recall(Benchmark):
     """Exact match of the answer's words. `length` counts context words (= tokens), BOS and question not included.
@@ -193,7 +213,7 @@ class Recall(Benchmark):
             raise UserError(f"sample {sample.id} does not fit the model's {arch.max_positions} positions")
         return rendered
 
-    def score(self, sample: Sample, text: str) -> dict[str, Any]:
+    def score(self, sample: Sample, text: str, *, finished: bool = True, opened: bool = False) -> dict[str, Any]:
         """1 where the words are exactly the answer's."""
         words = text.split()
         return {"score": float(words == sample.gold[0].split()), "answer": " ".join(words) or None}

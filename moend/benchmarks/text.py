@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -37,3 +38,9 @@ def part(split: str, file: str | None = None) -> str:
             raise UserError(f"{path} is not UTF-8 text: {e}") from None
     cut = text.find("\n", int(len(text) * CALIBRATION_SHARE)) + 1
     return (text[:cut] if split == "calibration" else text[cut:]).strip("\n")
+
+
+@cache
+def words() -> tuple[str, ...]:
+    """The distinct words of the bundled text that it holds in lower case, of 4 to 12 letters, in alphabetical order."""
+    return tuple(sorted(set(re.findall(r"(?<![A-Za-z'-])[a-z]{4,12}(?![A-Za-z'-])", bundled()))))

@@ -3,7 +3,7 @@
 from moend.cache.attention import NAME, attention_of
 from moend.cache.cache import CompressedCache
 from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, cache_argument, compress, prefill
-from moend.cache.row import Row, Schedule
+from moend.cache.row import Row, Schedule, ragged
 from moend.cache.select import Selector, select
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "cache_argument",
     "compress",
     "prefill",
+    "ragged",
     "select",
 ]

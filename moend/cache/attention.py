@@ -20,6 +20,7 @@ from moend.errors import UserError
 
 NAME = "moend"
 QUERY_BLOCK = 512  # queries that are masked at a time: bounds the mask to QUERY_BLOCK x T
+MASS_BLOCK = 2**22  # attention weights held at a time while they are summed; 16 queries where that is more
 
 
 class Attends(Protocol):
@@ -56,7 +57,7 @@ def attention(
         out = layer.attend(query, scale, sliding_window)
     else:
         if (capture := getattr(key, "capture", None)) is not None:
-            capture.observe(query)
+            capture.observe(query, key, attention_mask, scale, sliding_window)
         out = causal(query, key, value, attention_mask, scale, sliding_window)
     return out.transpose(1, 2).contiguous(), None
 
@@ -85,6 +86,48 @@ def causal(
             mask = (mask & padding.bool()[:, None, None, :]) | (at == me)[None, None]
         out.append(F.scaled_dot_product_attention(part, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa))
     return torch.cat(out, dim=2) if len(out) > 1 else out[0]
+
+
+def attention_mass(query: Tensor, key: Tensor, padding: Tensor | None, scaling: float, window: int | None) -> Tensor:
+    """What each of T entries receives from the last q of T tokens: (B, H_kv, T) float32 (H2O, section 3).
+
+    The sum of softmax(q . k) over these queries and the query heads of a KV head's group; query (B, H_q, q, d), key
+    (B, H_kv, T, d). Padding queries count for nothing. One more q . k^T, in blocks of queries: memory grows with T.
+    """
+    (batch, heads, t, _), q = key.shape, query.shape[2]
+    rows, group = batch * heads, query.shape[1] // heads
+    grouped = (query * scaling).unflatten(1, (heads, group)).flatten(0, 1)  # (B * H, G, q, d)
+    turned = key.mT.contiguous().flatten(0, 1)  # (B * H, d, T)
+    padding = None if padding is None or bool(padding.all()) else padding.bool()
+    step = min(max(MASS_BLOCK // (rows * group * t), 16), q)
+    # Two buffers for all blocks: a fresh one per block costs as much as its softmax.
+    most = rows * group * step * t
+    all_logits, all_shares = turned.new_empty(most), turned.new_empty(most, dtype=torch.float32)
+    at = torch.arange(t, device=key.device)
+    total = key.new_zeros(rows, 1, t, dtype=torch.float32)
+    for start in range(0, q, step):
+        width = min(step, q - start)
+        seen = t - q + start + width  # entries beyond the block's last query are unseen,
+        first = 0 if window is None else max(seen - width - window + 1, 0)  # and those before its first one's window
+        shape = (rows, group * width, seen - first)
+        size = rows * group * width * (seen - first)
+        logits, shares = all_logits[:size].view(shape), all_shares[:size].view(shape)
+        torch.bmm(grouped[:, :, start : start + width].flatten(1, 2), turned[:, :, first:seen], out=logits)
+        me, there = at[seen - width : seen, None], at[first:seen]
+        hidden = there > me if window is None else (there > me) | (me - there >= window)
+        counts = key.new_ones(rows, 1, group * width, dtype=torch.float32)
+        if padding is not None:  # a padding query sees itself, so that no softmax is empty, and is not counted
+            gone = hidden | (~padding[:, None, first:seen] & (there != me))  # (B, width, n)
+            logits.view(batch, heads, group, width, -1).masked_fill_(gone[:, None, None], -torch.inf)
+            real = padding[:, None, None, seen - width : seen].expand(-1, heads, group, -1)
+            counts = real.reshape(counts.shape).float()
+        elif window is not None:
+            logits.view(rows, group, width, -1).masked_fill_(hidden, -torch.inf)
+        else:
+            logits.view(rows, group, width, -1)[..., -width:].masked_fill_(hidden[:, -width:], -torch.inf)
+        torch.softmax(logits, dim=-1, dtype=torch.float32, out=shares)
+        total[..., first:seen].baddbmm_(counts, shares)
+    return total.view(batch, heads, t)
 
 
 def _padding_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from moend.cache.attention import NAME, QUERY_BLOCK
+from moend.cache.attention import NAME, attention_mass
 from moend.cache.row import Row
+from moend.cache.strands import Ints, Strands, allocation
 from moend.errors import UserError
+
+OBSERVATIONS = ("mass",)
 
 
 class CaptureLayer(CacheLayerMixin):
-    """Keys and values of a prefill in the model's own precision, and the last queries if asked for."""
+    """Keys and values of a prefill in the model's own precision; the last queries and observations if asked for.
+
+    observed: by name, what only the pass over the prompt shows, entries last. "mass" (B, H, T) float32 is the attention
+    each entry received from all queries (`attention_mass`).
+    """
 
     is_sliding = False
     keys: Tensor | None
     values: Tensor | None
 
-    def __init__(self, last_queries: int = 0):
+    def __init__(self, last_queries: int = 0, observe: Collection[str] = ()):
         super().__init__()
-        self.last_queries = last_queries
+        if odd := set(observe) - set(OBSERVATIONS):
+            raise ValueError(f"a prefill cannot observe {', '.join(sorted(odd))}: one of {', '.join(OBSERVATIONS)}")
+        self.last_queries, self.wanted = last_queries, frozenset(observe)
         self.queries: Tensor | None = None
+        self.observed: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate ahead."""
@@ -38,19 +50,24 @@ class CaptureLayer(CacheLayerMixin):
         else:
             self.keys = torch.cat([self.keys, key_states], dim=2)
             self.values = torch.cat([self.values, value_states], dim=2)
-        if self.last_queries:
+        if self.last_queries or self.wanted:
             marked = self.keys.view_as(self.keys)
             marked.capture = self  # type: ignore[attr-defined]
             return marked, self.values
         return self.keys, self.values
 
-    def observe(self, query: Tensor) -> None:
-        """Remember the last queries (B, H_q, w, d) over all chunks."""
-        w = self.last_queries
-        new = query[:, :, -w:]
-        if self.queries is not None and new.shape[2] < w:
-            new = torch.cat([self.queries[:, :, new.shape[2] - w :], new], dim=2)
-        self.queries = new.clone()
+    def observe(self, query: Tensor, key: Tensor, padding: Tensor | None, scaling: float, window: int | None) -> None:
+        """Take in a chunk's queries (B, H_q, q, d), after all keys so far (B, H, T, d); see `attention`."""
+        if "mass" in self.wanted:
+            mass = attention_mass(query, key, padding, scaling, window)
+            if "mass" in self.observed:
+                mass[..., : -query.shape[2]] += self.observed["mass"]
+            self.observed["mass"] = mass
+        if w := self.last_queries:
+            new = query[:, :, -w:]
+            if self.queries is not None and new.shape[2] < w:
+                new = torch.cat([self.queries[:, :, new.shape[2] - w :], new], dim=2)
+            self.queries = new.clone()
 
     def get_seq_length(self) -> int:
         """Tokens so far."""
@@ -65,42 +82,88 @@ class CaptureLayer(CacheLayerMixin):
         return -1
 
 
+Held = Row | tuple[Row, ...]
+
+
 class CompressedLayer(CacheLayerMixin):
-    """One layer of a `CompressedCache`: a row per sequence. Its attention reads what the rows hold."""
+    """One layer of a `CompressedCache`: rows at rest until the first token comes, side by side from then on."""
 
     is_sliding = False
 
-    def __init__(self, rows: list[Row], config: Any):
+    def __init__(self, held: Sequence[Held] | Strands, config: Any):
         super().__init__()
-        self.rows, self.config, self.is_initialized = rows, config, True
+        self._held: list[tuple[Row, ...]] | Strands
+        self._held = held if isinstance(held, Strands) else [(x,) if isinstance(x, Row) else tuple(x) for x in held]
+        self.config, self.is_initialized = config, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Rows exist already."""
 
+    @property
+    def strands(self) -> Strands:
+        """The rows side by side; they are laid out, and let go as rows, when this is first asked for."""
+        if not isinstance(self._held, Strands):
+            self._held = Strands(self._held)
+        return self._held
+
+    @property
+    def parts(self) -> list[tuple[Row, ...]]:
+        """What every sequence holds, at rest: a row, or the rows of its heads."""
+        return self._held.rows() if isinstance(self._held, Strands) else self._held
+
+    @property
+    def rows(self) -> list[Row]:
+        """The same where all heads hold the same number of entries."""
+        if any(len(x) > 1 for x in self.parts):
+            raise ValueError("heads hold different numbers of entries: ask for parts")
+        return [row for (row,) in self.parts]
+
+    @property
+    def held(self) -> Ints:
+        """Bytes of each sequence's entries."""
+        if isinstance(self._held, Strands):
+            return self._held.held
+        return np.array([sum(r.bytes for r in x) for x in self._held], dtype=np.int64)
+
+    @property
+    def trace(self) -> Ints:
+        """(tokens of the last feed, sequences): bytes held after each token."""
+        return self._held.trace if isinstance(self._held, Strands) else self.held[None]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all tensors."""
+        return self._held.allocated if isinstance(self._held, Strands) else int(self.held.sum())
+
+    def counts(self, sequence: int) -> list[int]:
+        """Entries of each KV head."""
+        if isinstance(self._held, Strands):
+            return self._held.count(sequence)
+        return [r.n for r in self._held[sequence] for _ in range(r.heads)]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take in q new tokens per row, (B, H, q, d), and hand attention the way to this layer."""
+        """Show attention the way to this layer, which takes in q new tokens (B, H, q, d) as it attends."""
         if self.config._attn_implementation != NAME:
             raise UserError(
                 f"a compressed cache needs attn_implementation='{NAME}', "
                 f"the model runs '{self.config._attn_implementation}'"
             )
-        for row, k, v in zip(self.rows, key_states, value_states, strict=True):
-            row.make_room(k.shape[1])
-            row.append(k, v)
+        self._new = key_states, value_states
         marked = key_states.view_as(key_states)
         marked.moend_layer = self  # type: ignore[attr-defined]
         return marked, value_states
 
     def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
-        """query (B, H_q, q, d) of the newest q tokens -> (B, H_q, q, d); afterwards the rows pack and evict."""
-        out = torch.stack([_attend(q, row, scaling, window) for q, row in zip(query, self.rows, strict=True)])
-        for row in self.rows:
-            row.settle()
-        return out
+        """query (B, H_q, q, d) of the newest q tokens -> (B, H_q, q, d)."""
+        keys, values = self._new
+        del self._new
+        return self.strands.attend(query, keys, values, scaling, window)
 
     def get_seq_length(self) -> int:
         """Tokens seen, evicted ones included: the next query's true position."""
-        return max(row.seen for row in self.rows)
+        if isinstance(self._held, Strands):
+            return self._held.longest
+        return max(row.seen for x in self._held for row in x)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Sizes for the mask hook; visibility follows from positions."""
@@ -110,97 +173,127 @@ class CompressedLayer(CacheLayerMixin):
         """No limit."""
         return -1
 
+    def picked(self, rows: Iterable[int]) -> CompressedLayer:
+        """An independent layer of these sequences, in this order, with repetition."""
+        held = self._held
+        return CompressedLayer(
+            held.pick(list(rows)) if isinstance(held, Strands) else [held[i] for i in rows], self.config
+        )
+
     def pick(self, rows: Iterable[int]) -> None:
-        """Keep these rows, in this order, with repetition: for beams and returned sequences."""
-        self.rows = [self.rows[i].fork() for i in rows]
+        """Keep these sequences, in this order, with repetition: for beams and returned sequences."""
+        self._held = self.picked(rows)._held
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search."""
         self.pick(beam_idx.tolist())
 
+    @property
+    def sequences(self) -> int:
+        """How many."""
+        return self._held.sequences if isinstance(self._held, Strands) else len(self._held)
+
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Rows that go on."""
-        self.pick(torch.arange(len(self.rows))[indices.cpu()].tolist())
+        """Sequences that go on."""
+        self.pick(torch.arange(self.sequences)[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
-        self.pick(i for i in range(len(self.rows)) for _ in range(repeats))
+        """Each sequence `repeats` times."""
+        self.pick(i for i in range(self.sequences) for _ in range(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: evicted entries cannot come back."""
         raise UserError("a compressed cache cannot be cropped (assisted decoding is not supported)")
 
 
-def _attend(query: Tensor, row: Row, scaling: float, window: int | None) -> Tensor:
-    """Attention of q new tokens (H_q, q, d) over all that `row` holds, themselves included: (H_q, q, d)."""
-    keys, values = row.dense(query.dtype)
-    q = query.shape[1]
-    grouped = (query * scaling).unflatten(0, (keys.shape[0], -1))  # (H, G, q, d): each KV head with its query heads
-    if q == 1 and window is None:
-        probs = torch.softmax(grouped.flatten(1, 2) @ keys.mT, dim=-1, dtype=torch.float32)
-        return (probs.to(query.dtype) @ values).view(query.shape)
-    mine = torch.arange(row.seen - q, row.seen, device=query.device)
-    at = row.true_positions()
-    at = at[None] if at.ndim == 1 else at
-    out = []
-    for start in range(0, q, QUERY_BLOCK):
-        me = mine[start : start + QUERY_BLOCK]
-        hidden = at[:, None, :] > me[:, None]  # (H or 1, q, n)
-        if window is not None:
-            hidden |= me[:, None] - at[:, None, :] >= window
-        logits = grouped[:, :, start : start + QUERY_BLOCK] @ keys[:, None].mT
-        logits = logits.masked_fill(hidden[:, None], -torch.inf)
-        out.append(torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype) @ values[:, None])
-    return torch.cat(out, dim=2).flatten(0, 1)
-
-
 class CompressedCache(Cache):
     """What a method kept of a prompt, layer by layer, with everything generated since; usable by `model.generate`.
 
-    Batches are lists of rows: `join` puts caches side by side (cells of a sweep that decode together), `take` keeps
-    some. Works with models whose config says attn_implementation="moend".
+    `join` puts caches side by side (cells of a sweep that decode together), `take` keeps some sequences. A sequence
+    behaves the same in any company and however its tokens are fed. Works with models whose config says
+    attn_implementation="moend".
     """
 
-    def __init__(self, layers: Sequence[Sequence[Row]], config: Any):
-        """layers: for each model layer, one Row per sequence."""
+    def __init__(self, layers: Sequence[Sequence[Held]], config: Any):
+        """layers: for each model layer, one Row per sequence, or the rows of its heads where these differ in length."""
         self.config = config
-        super().__init__(layers=[CompressedLayer(list(rows), config) for rows in layers])
+        super().__init__(layers=[CompressedLayer(held, config) for held in layers])
 
     @property
     def rows(self) -> list[list[Row]]:
-        """Rows by layer."""
+        """Rows by layer, at rest."""
         return [layer.rows for layer in self.layers]
+
+    def parts(self, sequence: int = 0) -> list[tuple[Row, ...]]:
+        """By layer what one sequence holds: one row, or the rows of its heads."""
+        return [layer.parts[sequence] for layer in self.layers]
 
     @classmethod
     def join(cls, caches: Sequence[CompressedCache]) -> CompressedCache:
         """One cache whose batch is all of theirs, one after the other."""
         return cls(
-            [[r for part in layer for r in part] for layer in zip(*(c.rows for c in caches), strict=True)],
+            [[x for part in layer for x in part.parts] for layer in zip(*(c.layers for c in caches), strict=True)],
             caches[0].config,
         )
 
+    @staticmethod
+    def allocation(caches: Sequence[CompressedCache]) -> int:
+        """Bytes that `join` of caches at rest allocates once they decode, padding and spare room included."""
+        return sum(
+            allocation([x for part in layer for x in part.parts])
+            for layer in zip(*(c.layers for c in caches), strict=True)
+        )
+
     def take(self, rows: Sequence[int]) -> CompressedCache:
-        """A cache of these rows alone; the rows are shared, not copied."""
-        return CompressedCache([[layer[i] for i in rows] for layer in self.rows], self.config)
+        """An independent cache of these sequences; what is at rest is shared."""
+        twin = CompressedCache([], self.config)
+        twin.layers = [layer.picked(rows) for layer in self.layers]
+        return twin
 
     def fork(self) -> CompressedCache:
         """An independent cache; tensors are shared until either changes."""
-        return CompressedCache([[r.fork() for r in layer] for layer in self.rows], self.config)
+        return self.take(range(self.layers[0].sequences))
+
+    @property
+    def held(self) -> Ints:
+        """Bytes of each sequence: codes, scales, zero points, 16-bit entries, positions; no padding."""
+        return np.sum([layer.held for layer in self.layers], axis=0, dtype=np.int64)
 
     def resident_bytes(self, row: int | None = None) -> int:
-        """Bytes of every tensor held (codes, scales, zero points, 16-bit entries, positions), of a sequence or all."""
-        return sum(r.bytes for layer in self.rows for i, r in enumerate(layer) if row is None or i == row)
+        """Bytes of what is held for a sequence, or for all."""
+        return int(self.held.sum() if row is None else self.held[row])
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all tensors, with the padding and the spare room that a batch shares while it decodes.
+
+        At rest there is none. For its bounds see `moend.cache.strands`.
+        """
+        return sum(layer.allocated for layer in self.layers)
+
+    def tail_bytes(self) -> int:
+        """The part of them that a fork does not share."""
+        return sum(layer.strands.tail_bytes for layer in self.layers)
+
+    @property
+    def peaks(self) -> Ints:
+        """The most each sequence held after any token of the last feed, however many came at once."""
+        peaks: Ints = np.sum([layer.trace for layer in self.layers], axis=0, dtype=np.int64).max(axis=0)
+        return peaks
 
     def peak_bytes(self, row: int) -> int:
-        """The most a sequence held between any two tokens of the last feed, however many came at once (see `room`)."""
-        return max(self.resident_bytes(row), sum(layer[row].crest for layer in self.rows))
+        """The most a sequence held after any token of the last feed."""
+        return int(self.peaks[row])
+
+    @property
+    def mean_bytes(self) -> npt.NDArray[np.float64]:
+        """Bytes held by each sequence, averaged over the tokens fed."""
+        area = np.sum([layer.strands.area for layer in self.layers], axis=0, dtype=np.int64)
+        return area / max(self.layers[0].strands.clock, 1)
+
+    def counts(self, row: int = 0) -> list[list[int]]:
+        """Entries of each KV head, by layer."""
+        return [layer.counts(row) for layer in self.layers]
 
     def entries(self, row: int = 0) -> list[int]:
-        """Entries per KV head in each layer."""
-        return [layer[row].n for layer in self.rows]
-
-    def room(self, row: int | None = None) -> int | None:
-        """How many tokens may be fed at once (see `Row.room`), to one sequence or to all; None: any number."""
-        held = [r for layer in self.rows for i, r in enumerate(layer) if row is None or i == row]
-        rooms = [room for r in held if (room := r.room()) is not None]
-        return min(rooms) if rooms else None
+        """Entries per KV head in each layer, rounded where heads differ."""
+        return [round(sum(c) / len(c)) for c in self.counts(row)]

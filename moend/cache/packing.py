@@ -45,6 +45,18 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 
+def numbers(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """The codes (..., d) of bytes (..., d * bits / 8), as numbers in `dtype` (bfloat16 holds them exactly too)."""
+    if bits == 8:
+        return packed.to(dtype)
+    width, fields = packed.shape[-1], 8 // bits
+    out = torch.empty(*packed.shape[:-1], width * fields, dtype=dtype, device=packed.device)
+    for i in range(fields):
+        part = packed >> (bits * i)
+        out[..., i * width : (i + 1) * width] = part if i == fields - 1 else part & (2**bits - 1)
+    return out
+
+
 @dataclass(frozen=True)
 class Packed:
     """Codes of one side (K or V) of m tokens: codes (..., m, d * bits / 8) uint8, step and zero float16.
@@ -81,19 +93,6 @@ class Packed:
             return body
         rest = torch.addcmul(zero[..., full:, :], codes[..., cut:, :], step[..., full:, :])
         return torch.cat([body, rest], dim=-2)
-
-    def append(self, other: Packed) -> Packed:
-        """self, then other. For K, self must end on a whole group (V has no groups along tokens)."""
-        if self.per == "channel" and self.codes.shape[-2] % self.group:
-            raise ValueError("K after an incomplete group needs a chunk of its own")
-        return Packed(
-            torch.cat([self.codes, other.codes], -2),
-            torch.cat([self.step, other.step], -2),
-            torch.cat([self.zero, other.zero], -2),
-            self.bits,
-            self.group,
-            self.per,
-        )
 
 
 def quantise_k(keys: Tensor, bits: int, group: int) -> Packed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,12 +34,14 @@ class Prefilled:
     """A prompt's uncompressed cache, from which every cell of a group is forked.
 
     valid (B, T) bool marks real tokens under left padding (None: all are); positions (B, T), -1 at padding.
+    observed: what scorers asked to observe (`Scorer.observes`), by name a tensor (B, ..., T) per layer.
     """
 
     layers: list[LayerCapture]
     positions: Tensor
     valid: Tensor | None
     config: Any
+    observed: dict[str, list[Tensor]] = field(default_factory=dict)
     _scores: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -48,7 +50,8 @@ class Prefilled:
         batch, device = input_ids.shape[0], input_ids.device
         nothing = torch.zeros(batch, arch.kv_heads, 0, arch.head_dim, device=device)
         layers = [LayerCapture(nothing, nothing, None)] * arch.layers
-        return cls(layers, torch.zeros(batch, 0, dtype=torch.long, device=device), None, config)
+        observed = {"mass": [nothing[..., 0]] * arch.layers}
+        return cls(layers, torch.zeros(batch, 0, dtype=torch.long, device=device), None, config, observed)
 
     @property
     def length(self) -> int:
@@ -67,6 +70,13 @@ class Prefilled:
             q = q[row, :, max(q.shape[2] - self.tokens(row), 0) :]
         return captured.keys[row, :, start:], captured.values[row, :, start:], q
 
+    def seen(self, layer: int, row: int, names: Collection[str]) -> dict[str, Tensor]:
+        """These observations of one sequence in one layer, (..., n) each, without its left padding."""
+        if missing := set(names) - set(self.observed):
+            raise ValueError(f"this prefill did not observe {', '.join(sorted(missing))}")
+        start = self.length - self.tokens(row)
+        return {name: self.observed[name][layer][row][..., start:] for name in names}
+
     def scores(self, selector: Selector, key: Any, row: int) -> Tensor:
         """The selector's scores, computed once for all cells that share (scorer, sample): (H or 1, n)."""
         at = (key, selector.layer, row)
@@ -76,7 +86,8 @@ class Prefilled:
             positions = torch.arange(n, device=keys.device)
             if queries is not None:
                 queries = queries[:, -selector.scorer.last_queries :] if selector.scorer.last_queries else None
-            self._scores[at] = selector.scores(keys, values, positions, n, queries)
+            observed = self.seen(selector.layer, row, selector.scorer.observes)
+            self._scores[at] = selector.scores(keys, values, positions, n, queries, observed)
         return self._scores[at]
 
 
@@ -101,11 +112,13 @@ def prefill(
     attention_mask: Tensor | None = None,
     *,
     last_queries: int = 0,
+    observe: Collection[str] = (),
     chunk: int = 1024,
 ) -> Prefilled:
     """Run input_ids (B, T) through the model and capture its cache, `chunk` tokens at a time: memory grows with T.
 
     attention_mask (B, T) marks left padding. last_queries: how many of the last queries to keep per layer (T: all).
+    observe: what else to keep of the pass, of `cache.OBSERVATIONS`.
     """
     batch, length = input_ids.shape
     if length < 1:
@@ -119,7 +132,7 @@ def prefill(
         positions = (mask.long().cumsum(-1) - 1).masked_fill(~mask, -1)
     if depends_on_length(model):
         chunk = length  # its rotary frequencies change with the length: chunks would be rotated differently
-    layers = [CaptureLayer(last_queries) for _ in range(model.config.num_hidden_layers)]
+    layers = [CaptureLayer(last_queries, observe) for _ in range(model.config.num_hidden_layers)]
     cache = Cache(layers=layers)
     with attention_of(model):
         for start in range(0, length, chunk):
@@ -136,7 +149,8 @@ def prefill(
         if layer.keys is None or layer.values is None or layer.keys.shape != layer.values.shape:
             raise UserError(f"{type(model).__name__} does not cache keys and values per head: moend cannot compress it")
         captured.append(LayerCapture(layer.keys, layer.values, layer.queries))
-    return Prefilled(captured, positions, mask, model.config)
+    observed = {name: [layer.observed[name] for layer in layers] for name in observe}
+    return Prefilled(captured, positions, mask, model.config, observed)
 
 
 @dataclass(frozen=True)
@@ -168,12 +182,14 @@ def compress(
         n = keys.shape[1]
         choose = replace(selector(index), window=sliding_window(prefilled.config, index))
         positions: Tensor | None = None
+        mass = prefilled.seen(index, row, ("mass",))["mass"] if spec.storage.mass else None
         form: Literal["none", "shared", "per_head"] = "none"
         if spec.tokens < n:
             scores = prefilled.scores(choose, score_key, row)
             at = torch.arange(n, device=keys.device)
             kept = choose.best(scores, at, n, spec.tokens)
             keys, values, positions = gather(keys, values, at, kept)
+            mass = None if mass is None else mass.gather(1, kept.expand(len(mass), -1))
             form = "per_head" if kept.shape[0] > 1 else "shared"
         storage = replace(spec.storage, positions=form)
         rows.append(
@@ -187,6 +203,7 @@ def compress(
                     dtype=dtype,
                     schedule=spec.schedule,
                     choose=choose if choose.scorer.at_decode else None,
+                    mass=mass,
                 )
             ]
         )

@@ -42,7 +42,7 @@ class Selector:
     scorer: Scorer
     layer: int
     n_sink: int
-    recent: int
+    recent: int | float  # entries, or a share in (0, 1) of those that are kept
     scaling: float
     seed: int
     rotary: Rotary | None = None
@@ -50,9 +50,18 @@ class Selector:
     window: int | None = None  # of a sliding layer
 
     def scores(
-        self, keys: Tensor, values: Tensor, positions: Tensor, now: int, queries: Tensor | None = None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        now: int,
+        queries: Tensor | None = None,
+        observed: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Scores (H or 1, n) of keys, values (H, n, d); queries (H_q, w, d) are the last w before `now`."""
+        """Scores (H or 1, n) of keys, values (H, n, d).
+
+        queries (H_q, w, d) are the last w before `now`; observed: what the scorer observes, (..., n) each.
+        """
         from moend.scoring import LayerView
 
         query_positions = None
@@ -71,14 +80,18 @@ class Selector:
             rotary=self.rotary,
             statistics=self.statistics,
             seed=self.seed,
+            observed={name: seen[None] for name, seen in (observed or {}).items()},
         )
         return self.scorer(view)[0]
 
     def best(self, scores: Tensor, positions: Tensor, now: int, keep: int) -> Tensor:
         """Indices (H or 1, keep) of the entries to keep, `now` the position of the next query; see `select`."""
         oldest = 0 if self.window is None else now - self.window + 1
-        return select(scores, positions, keep, self.n_sink, self.recent, oldest)
+        recent = self.recent if isinstance(self.recent, int) else int(self.recent * keep)
+        return select(scores, positions, keep, self.n_sink, recent, oldest)
 
-    def __call__(self, keys: Tensor, values: Tensor, positions: Tensor, now: int, keep: int) -> Tensor:
+    def __call__(
+        self, keys: Tensor, values: Tensor, positions: Tensor, now: int, keep: int, observed: Mapping[str, Tensor]
+    ) -> Tensor:
         """Indices to keep while decoding (a `Row`'s chooser)."""
-        return self.best(self.scores(keys, values, positions, now), positions, now, keep)
+        return self.best(self.scores(keys, values, positions, now, observed=observed), positions, now, keep)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from moend.errors import UserError, unknown
 
-__all__ = ["Calibration", "KLSettings"]
+__all__ = ["Calibration", "KLSettings", "RippleSettings"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,44 @@ class KLSettings:
 
 
 @dataclass(frozen=True)
+class RippleSettings:
+    """`calibration.ripple`: RippleKV's profile on `examples` examples of `prefix` and `window` tokens.
+
+    relative_noise: alpha sqrt(d), with `draws` of noise from `seed`. stability: also under a third, half, double and
+    four times the noise and another seed. damage: shares of the prefix at which D is measured.
+    """
+
+    relative_noise: float = 0.3
+    examples: int = 16
+    prefix: int = 1024
+    window: int = 128
+    draws: int = 1
+    seed: int = 0
+    stability: bool = False
+    damage: tuple[float, ...] = ()
+    text: Literal["text", "recall", "file"] = "text"
+    text_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("examples", 1), ("prefix", 2), ("window", 1), ("draws", 1), ("seed", 0)):
+            if not _whole(value := getattr(self, name)) or value < low:
+                raise UserError(f"calibration.ripple.{name} must be a whole number >= {low}, got {value!r}")
+        noise = self.relative_noise
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 < noise < float("inf"):
+            raise UserError(f"calibration.ripple.relative_noise must be a number > 0, got {noise!r}")
+        if not isinstance(self.stability, bool):
+            raise UserError(f"calibration.ripple.stability must be true or false, got {self.stability!r}")
+        if not all(isinstance(k, int | float) and 0 < k < 1 for k in self.damage):
+            raise UserError(f"calibration.ripple.damage must be shares in (0, 1), got {list(self.damage)}")
+        if self.text not in ("text", "recall", "file"):
+            raise unknown("calibration.ripple.text", str(self.text), ("text", "recall", "file"))
+        if (self.text == "file") != (self.text_file is not None):
+            raise UserError(
+                "calibration.ripple.text_file must be given exactly where calibration.ripple.text is 'file'"
+            )
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The fields of a conf/calibration file, documented there."""
 
@@ -45,6 +83,7 @@ class Calibration:
     keeps: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 0.05, 0.025, 0.0125)
     bits: tuple[int, ...] = (16, 8, 4)
     kl: KLSettings = field(default_factory=KLSettings)
+    ripple: RippleSettings = field(default_factory=RippleSettings)
 
     def __post_init__(self) -> None:
         if self.text is not None and not str(self.text).strip():
@@ -71,6 +110,15 @@ class Calibration:
             if not isinstance(values["kl"], Mapping):
                 raise UserError(f"calibration.kl must hold fields of its own, got {values['kl']!r}")
             values["kl"] = KLSettings(**_known(KLSettings, values["kl"], "calibration.kl"))
+        if "ripple" in values:
+            if not isinstance(values["ripple"], Mapping):
+                raise UserError(f"calibration.ripple must hold fields of its own, got {values['ripple']!r}")
+            ripple = dict(_known(RippleSettings, values["ripple"], "calibration.ripple"))
+            if "damage" in ripple:
+                if not isinstance(ripple["damage"], Sequence) or isinstance(ripple["damage"], str):
+                    raise UserError(f"calibration.ripple.damage must be a list of shares, got {ripple['damage']!r}")
+                ripple["damage"] = tuple(ripple["damage"])
+            values["ripple"] = RippleSettings(**ripple)
         return cls(**values)
 
     def settings(self, kind: str, scorer: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -80,6 +128,11 @@ class Calibration:
         """
         if kind == "queries":
             return {}
+        if kind == "ripple":
+            ripple = dataclasses.asdict(self.ripple)
+            del ripple["text"], ripple["text_file"]  # the text enters by its hash
+            ripple["damage"] = sorted(set(self.ripple.damage))
+            return ripple | ({"scorer": dict(scorer)} if scorer is not None and self.ripple.damage else {})
         chosen: dict[str, Any] = {"eviction": self.eviction}
         if self.eviction == "random":
             chosen["seeds"] = list(self.seeds)

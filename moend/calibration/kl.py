@@ -140,7 +140,7 @@ def kl_table(
     out = torch.zeros(count, len(wanted), len(configs), dtype=torch.float64)
     runs = torch.tensor([max(1, sum(i == c for _, i in variants)) for c in range(len(configs))])
     with attention_of(model):
-        stack = _Stack(model)
+        stack = Stack(model)
         stack.check(input_ids[:1, :16])
         for n in range(count):
             ids = input_ids[n : n + 1].to(stack.device)
@@ -227,7 +227,7 @@ class _Compressed:
         return torch.cat(out, dim=2)
 
 
-class _Stack:
+class Stack:
     """A transformers decoder run layer by layer. `check` refuses what is more than embedding, layers, norm and head."""
 
     def __init__(self, model: Any):
@@ -252,20 +252,21 @@ class _Stack:
     def hidden(self, ids: Tensor) -> list[Tensor]:
         """Input of every layer and the last one's output, each (1, T, hidden)."""
         states = [self.base.embed_tokens(ids)]
-        for layer in self.base.layers:
-            states.append(self._layer(layer, states[-1], None))
+        for index in range(len(self.base.layers)):
+            states.append(self.layer(index, states[-1], None))
         return states
 
     def resume(self, hidden: Tensor, target: _Compressed) -> Tensor:
         """The last layer's output (rows, T, hidden), from the target layer's input (1, T, hidden)."""
         states = hidden.expand(len(target.rows), -1, -1)
-        for i, layer in enumerate(self.base.layers[target.layer :]):
-            states = self._layer(layer, states, target if i == 0 else None)
+        for index in range(target.layer, len(self.base.layers)):
+            states = self.layer(index, states, target if index == target.layer else None)
         return states
 
-    def _layer(self, layer: Any, states: Tensor, cache: _Compressed | None) -> Tensor:
-        positions = torch.arange(states.shape[1], device=states.device)[None]
-        out = layer(
+    def layer(self, index: int, states: Tensor, cache: Any, start: int = 0) -> Tensor:
+        """One layer's output for states (rows, T, hidden) at positions start, start + 1, ..."""
+        positions = torch.arange(start, start + states.shape[1], device=states.device)[None]
+        out = self.base.layers[index](
             states,
             attention_mask=None,
             position_ids=positions,

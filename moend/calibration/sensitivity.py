@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from moend.cache.attention import attention_mass
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled, prefill
 from moend.calibration.artefact import Artefact
@@ -255,9 +256,20 @@ def scorer_ranks(
         scaling=scaling,
         rotary=rotary,
         statistics=statistics,
+        observed=_observed(scorer, layer, scaling),
     )
     order = scorer(view)[0].argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
+
+
+def _observed(scorer: Scorer, layer: LayerCapture, scaling: float) -> dict[str, Tensor]:
+    """What the scorer observes, from a capture that holds the queries of all tokens."""
+    if odd := set(scorer.observes) - {"mass"}:
+        raise UserError(f"scorer {scorer.name} cannot rank tokens here: {', '.join(sorted(odd))} is not measured")
+    if "mass" not in scorer.observes:
+        return {}
+    assert layer.queries is not None
+    return {"mass": attention_mass(layer.queries, layer.keys, None, scaling, None)}
 
 
 class _Grid:

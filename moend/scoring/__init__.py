@@ -7,6 +7,7 @@ top-k) is not a scorer's business.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from typing import Any, cast
@@ -17,9 +18,14 @@ from moend.scoring.base import LayerView, Scorer
 __all__ = ["LayerView", "Scorer", "names", "scorer"]
 
 
-def names() -> list[str]:
+def names() -> tuple[str, ...]:
     """The scorers there are."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+    return _names(tuple(__path__))
+
+
+@functools.cache  # a plan makes thousands of scorers, and each looks here
+def _names(folders: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(folders) if m.name != "base"))
 
 
 def scorer(name: str, **params: Any) -> Scorer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -29,6 +29,7 @@ class LayerView:
     rotary: Rotary | None = None
     statistics: Mapping[str, Tensor] | None = None  # this layer's rows of a calibration
     seed: int = 0  # of the sample
+    observed: Mapping[str, Tensor] = field(default_factory=dict)  # what the scorer observes, (B, ..., n) each
 
     @property
     def valid(self) -> Tensor:
@@ -49,6 +50,11 @@ class Scorer(Protocol):
     @property
     def last_queries(self) -> int:
         """How many of the prompt's last queries it needs."""
+
+    @property
+    def observes(self) -> tuple[str, ...]:
+        """What it needs that only the pass over the prompt shows; "mass" (B, H, n) float32: attention received, summed
+        over all queries so far and the query heads of a group."""
 
     @property
     def at_decode(self) -> bool:

@@ -36,6 +36,7 @@ class Random:
     name = "random"
     per_head = True
     last_queries = 0
+    observes = ()
     at_decode = True
     statistics = None
 

@@ -29,6 +29,7 @@ class SnapKV:
 
     name = "snapkv"
     per_head = True
+    observes = ()
     at_decode = False
     statistics = None
 

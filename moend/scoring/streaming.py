@@ -20,6 +20,7 @@ class Streaming:
     name = "streaming"
     per_head = False
     last_queries = 0
+    observes = ()
     at_decode = True
     statistics = None
 

@@ -39,6 +39,7 @@ class Trig:
     name = "trig"
     per_head = True
     last_queries = 0
+    observes = ()
     at_decode = True
     statistics = "queries"
 

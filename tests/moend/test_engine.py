@@ -44,6 +44,7 @@ def artefacts(loaded: Any) -> dict[str, Artefact]:
     return {
         "queries": Artefact("queries", {}, queries, {}),
         "sensitivity": Artefact("sensitivity", {}, table.tensors(), {}),
+        "ripple": Artefact("ripple", {}, {k: torch.tensor([[3.0, 1.0, 9.0, 0.0]]) for k in ("response", "local")}, {}),
     }
 
 
@@ -96,17 +97,24 @@ def test_full_is_the_stock_model(loaded, artefacts, examples):
         assert out.finish_reason == "eos"
 
 
+def every_way(n: str) -> list[dict[str, Any]]:
+    """A method as it is, and, where it evicts while decoding, so often that it does within a short answer."""
+    return [{}, {"beta": 3}] if method(n).schedule == "every" else [{}]
+
+
 @pytest.mark.parametrize("visible", [True, False])
 def test_fused_equals_single(loaded, artefacts, examples, visible):
     jobs = [
-        Job(cell(loaded, artefacts, n, b, dtype=torch.float32))
-        for n in (*FAMILY, "SnapKV", "StreamingLLM", "Random")
-        for b in ("15%", "40%")
+        Job(cell(loaded, artefacts, n, b, dtype=torch.float32, **fields))
+        for n in method_names()
+        for fields in every_way(n)
+        for b in ("8%", "15%", "40%")
     ]
     for example in examples[:2]:
         together = Engine(loaded).run(example, jobs, question_visible=visible)
         single = Engine(loaded, fuse=False).run(example, jobs, question_visible=visible)
-        bounded = Engine(loaded, max_bytes=2 * together[0].full_bytes).run(example, jobs, question_visible=visible)
+        limit = 3 * together[0].full_bytes  # of 16 bits: room for a few of these cells in float32
+        bounded = Engine(loaded, max_bytes=limit).run(example, jobs, question_visible=visible)
         alone = [Engine(loaded, chunk=100).run(example, [j], question_visible=visible)[0] for j in jobs]
         for a, b, c, d in zip(together, single, bounded, alone, strict=True):
             assert same(a, b)
@@ -114,12 +122,14 @@ def test_fused_equals_single(loaded, artefacts, examples, visible):
             assert same(a, d)
         assert together[0].fused_rows == len(jobs)
         assert single[0].fused_rows == 1
+        assert 1 < bounded[0].fused_rows < len(jobs)
+        assert bounded[0].peak_bytes < together[0].peak_bytes
 
 
 @pytest.mark.req(1)
 @pytest.mark.req(4)
 @pytest.mark.req(21)
-@pytest.mark.parametrize("name", [*FAMILY, "SnapKV", "StreamingLLM", "Random"])
+@pytest.mark.parametrize("name", [*FAMILY, "SnapKV", "StreamingLLM", "Random", "H2O", "PyramidKV", "RippleKV"])
 @pytest.mark.parametrize("budget", ["12%", "30%", 60, "24KiB"])
 def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, name, budget):
     """Every sample is compressed; held bytes equal the plan's prediction, and `matched` binds where it must."""
@@ -228,19 +238,18 @@ def test_given_text_is_scored_across_evictions(loaded, artefacts):
 def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples, monkeypatch):
     """`max_bytes` bounds memory: cells are forked batch by batch, one ahead, and finished batches are let go."""
     alive, most = weakref.WeakSet(), []
-    fork, decode = Row.fork, Engine._decode
+    make, decode = Row.__init__, Engine._decode
 
-    def forked(self):
-        twin = fork(self)
-        alive.add(twin)
-        return twin
+    def made(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        alive.add(self)
 
     def decoded(self, *args):
         gc.collect()
         most.append(len(alive))
         return decode(self, *args)
 
-    monkeypatch.setattr(Row, "fork", forked)
+    monkeypatch.setattr(Row, "__init__", made)
     monkeypatch.setattr(Engine, "_decode", decoded)
     jobs = [Job(cell(loaded, artefacts, "Random", f"{b}%")) for b in (10, 20, 30, 40, 50)]
     Engine(loaded, fuse=False).run(examples[0], jobs)
@@ -268,7 +277,7 @@ def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protoco
             artefacts=artefacts,
             store_dtype=torch.float32,
         )
-        for n in (*FAMILY, "SnapKV", "StreamingLLM")
+        for n in (*FAMILY, "SnapKV", "StreamingLLM", "H2O")
     ]
     fused = Engine(loaded).run(example, [Job(b) for b in bounds], question_visible=visible)
     for bound, out in zip(bounds, fused, strict=True):
@@ -276,18 +285,42 @@ def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protoco
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["matched", "paper"])
+def test_embedded_model_fused_equals_single(protocol):
+    """Every method at three budgets on SmolLM2 in fp32, as one batch and one by one: the same tokens and bytes."""
+    from tests.moend.test_methods import queries, sensitivity
+
+    cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
+    loaded = models.load(models.spec("smollm2_135m", dtype="float32", store_dtype="model"), cache)
+    bench = benchmark({"name": "niah", "type": "niah", "length": 600})
+    example = bench.render(bench.samples()[0], loaded.tokenizer, loaded.arch, chat=True)
+    artefacts = {"sensitivity": sensitivity(loaded.arch), "queries": queries(loaded.arch)}
+    jobs = [
+        Job(bind(method(n, **fields), Budget.parse(b), protocol, loaded.arch, t_ref=None, artefacts=artefacts,
+                 store_dtype=loaded.store_dtype))
+        for n in method_names() for fields in every_way(n) for b in ("6%", "20%", "40%")
+    ]  # fmt: skip
+    together = Engine(loaded).run(example, jobs)
+    single = Engine(loaded, fuse=False).run(example, jobs)
+    assert together[0].fused_rows == len(jobs)
+    assert len({tuple(o.token_ids) for o in together}) > 1
+    for a, b in zip(together, single, strict=True):
+        assert same(a, b)
+
+
+@pytest.mark.slow
 @pytest.mark.req(3)
 @pytest.mark.parametrize("length", [100, 127, 128, 2000])
 def test_embedded_model_with_room_gives_full_s_tokens(length):
     """Every method on SmolLM2 at lengths around a group of 128, 16-bit entries stored as the model computes (fp32)."""
-    from tests.moend.test_methods import queries, sensitivity
+    from tests.moend.test_methods import calibrations
 
     cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
     loaded = models.load(models.spec("smollm2_135m", store_dtype="model"), cache)
     generator = torch.Generator().manual_seed(length)
     ids = tuple(torch.randint(100, 40000, (length,), generator=generator).tolist())
     example = Rendered(Sample("t", "x", "", "", "", ()), ids, length // 2, 12)
-    artefacts = {"sensitivity": sensitivity(loaded.arch), "queries": queries(loaded.arch)}
+    artefacts = calibrations(loaded.arch)
     names = method_names()
     jobs = [
         Job(bind(method(n), Budget.parse(b), "matched", loaded.arch, t_ref=None, artefacts=artefacts,

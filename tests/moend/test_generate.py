@@ -16,7 +16,7 @@ from moend.engine import Engine, Generation, Job, stable_seed
 from moend.errors import Blocked, UserError
 from moend.methods import bind, method, method_names
 from moend.plan import Arch, Budget, LayerPlan, RoutingPlan
-from tests.moend.test_methods import queries, sensitivity
+from tests.moend.test_methods import calibrations, sensitivity
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def artefacts(arch: Arch) -> dict[str, Artefact]:
-    return {"queries": queries(arch), "sensitivity": sensitivity(arch)}
+    return calibrations(arch)
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,22 @@ def queries(arch: Arch = ARCH) -> Artefact:
     return Artefact("queries", {}, {k: torch.ones(shape) for k in ("mean_real", "mean_imag", "mean_abs")}, {})
 
 
+def ripple(arch: Arch = ARCH, seed: int = 0) -> Artefact:
+    """Random responses of three examples."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {k: torch.rand(3, arch.layers, generator=generator) for k in ("response", "local")}
+    return Artefact("ripple", {}, tensors, {})
+
+
+def calibrations(arch: Arch = ARCH) -> dict[str, Artefact]:
+    """One of each kind that a packaged method needs."""
+    return {"sensitivity": sensitivity(arch), "queries": queries(arch), "ripple": ripple(arch)}
+
+
 def bound(name: str, budget: object, protocol: str = "matched", arch: Arch = ARCH, **rest: Any) -> BoundMethod:
     fields = {k: rest.pop(k) for k in list(rest) if k in {f.name for f in dataclasses.fields(Method)} - {"t_ref"}}
     rest.setdefault("t_ref", 1024)
-    artefacts = {"sensitivity": sensitivity(arch), "queries": queries(arch)}
+    artefacts = calibrations(arch)
     return bind(method(name, **fields), Budget.parse(budget), protocol, arch, artefacts=artefacts, **rest)
 
 
@@ -77,6 +89,8 @@ def test_near_miss_names_the_right_method(wrong, right):
     [
         {"beta": 0},
         {"n_sink": -1},
+        {"recent": -1},
+        {"recent": 1.0},
         {"cost": "bytes"},
         {"solver": "best"},
         {"keeps": [0.0]},
@@ -91,6 +105,11 @@ def test_near_miss_names_the_right_method(wrong, right):
         {"bits": []},
         {"bits": [16, 3]},
         {"bogus": 1},
+        {"r": 0.9},
+        {"gamma": 0.5},
+        {"signal": "outputs"},
+        {"allocator": "ripple"},
+        {"allocator": "pyramid"},
     ],
 )
 def test_bad_fields_are_refused(fields):
@@ -167,15 +186,14 @@ def test_held_bytes_never_pass_the_budget(name, budget, tokens, new, t_ref, shap
         for _ in range(2)
     ]
     rotary = [Rotary(torch.rand(dim // 2), 1.0, dim)] * 2
-    prefilled = Prefilled(layers, torch.arange(tokens)[None], None, None)
+    prefilled = Prefilled(layers, torch.arange(tokens)[None], None, None, {"mass": [torch.rand(1, heads, tokens)] * 2})
     cache = b.fork(prefilled, new, rotary=rotary, scaling=[0.1] * 2)
     limit = arch.full_bytes(tokens + new) if b.fits(tokens, new) else b.budget.to_bytes(arch, tokens)
     assert cache.resident_bytes() <= limit
     for _ in range(new if b.method.schedule == "every" else 0):
-        for (row,) in cache.rows:
-            row.make_room(1)
-            row.append(*torch.randn(2, heads, 1, dim))
-            row.settle()
+        for layer in cache.layers:
+            for _ in layer.strands.feed(*torch.randn(2, 1, heads, 1, dim)):
+                pass
         assert cache.resident_bytes() <= limit
 
 
@@ -316,6 +334,72 @@ def test_lattice_is_extended_only_where_needed():
     assert min(x.keep for x in bound("2d_hetero", "4%", t_ref=None).plan(4000, 16).layers) < 0.1
     with pytest.raises(Infeasible):
         bound("2d_hetero", "3%", t_ref=None, extend_lattice=False).plan(4000, 16)
+
+
+SHAPED = ["PyramidKV", "RippleKV"]
+
+
+@pytest.mark.req(4)
+@pytest.mark.req(20)
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(SHAPED),
+    st.sampled_from(["10%", "20%", "45%", "90%", 64, 300, "700KiB"]),
+    st.integers(40, 1000),
+    st.integers(1, 200),
+    st.sampled_from([(16, 16), (8, 4)]),
+)
+def test_divided_budgets_are_the_uniform_one_s_bytes(name, budget, tokens, new, bits):
+    """At 16 bit exactly SnapKV's entries in all (less positions where a layer keeps all), below it never more bytes."""
+    precision = dict(zip(("k_bits", "v_bits"), bits, strict=True))
+    b, snap = (bound(n, budget, t_ref=None, precision=precision) for n in (name, "SnapKV"))
+    try:
+        specs = snap.specs(tokens, new)
+    except Infeasible:
+        with pytest.raises(Infeasible):
+            b.specs(tokens, new)
+        return
+    ours, uniform = [x.tokens for x in b.specs(tokens, new)], [min(s.tokens, tokens) for s in specs]
+    if b.fits(tokens, new):
+        assert uniform == [tokens] * 6
+        return
+    assert all(1 <= n <= tokens for n in ours)
+    if bits == (16, 16):
+        assert min(ours) >= min(32, *uniform)  # what SnapKV protects
+        assert sum(ours) == sum(uniform)
+        assert name == "RippleKV" or ours == sorted(ours, reverse=True)
+    held = sum(
+        int(layer_bytes(n, dataclasses.replace(s.storage, positions="per_head"), ARCH.kv_heads, ARCH.head_dim))
+        for n, s in zip(ours, b.specs(tokens, new), strict=True)
+    )
+    assert held <= b.budget.to_bytes(ARCH, tokens)
+
+
+@pytest.mark.req(20)
+def test_ripple_follows_its_signal():
+    """The most sensitive layer gets r times the least sensitive one's entries; the signal and r are the method's."""
+    response = torch.tensor([[0.0, 2.0, 1.0, 0.5, 4.0, 1.0], [0.2, 2.0, 1.0, 0.5, 6.0, 1.0]])
+    artefact = Artefact("ripple", {}, {"response": response, "local": response.flip(1)})
+
+    def tokens(**fields: Any) -> list[int]:
+        b = bind(
+            method("RippleKV", **fields),
+            Budget.parse("20%"),
+            "matched",
+            ARCH,
+            t_ref=None,
+            artefacts={"ripple": artefact},
+        )
+        return [x.tokens for x in b.specs(1000, 16)]
+
+    snap = [x.tokens for x in bound("SnapKV", "20%", t_ref=None).specs(1000, 16)]
+    one = tokens()
+    assert one.index(max(one)) == 4 and one.index(min(one)) == 0
+    assert max(one) / min(one) == pytest.approx(1.5, abs=0.02)
+    assert max(tokens(r=1.25)) < max(one) < max(tokens(r=1.75))
+    assert tokens(r=1) == snap
+    assert tokens(signal="local").index(max(tokens(signal="local"))) == 1
+    assert sum(one) == sum(snap)
 
 
 @pytest.mark.req(24)

@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+import moend
 from moend import models
 from moend.errors import Blocked, UserError
 from moend.models import ModelSpec
@@ -120,6 +121,21 @@ def test_a_local_folder_loads_as_configured(folder: Path, tmp_path: Path) -> Non
     assert models.calibration_ids(loaded) == [4, 5, 6]
     half = models.load(local(folder, dtype="float16", store_dtype="model"), tmp_path / "cache")
     assert half.model.dtype == torch.float16 == half.store_dtype
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu"])
+def test_a_device_map_gives_the_same_model_and_answers(device_map: str, folder: Path, tmp_path: Path) -> None:
+    one = models.load(local(folder), tmp_path / "cache")
+    spread = models.load(local(folder, device_map=device_map), tmp_path / "cache")
+    if not torch.cuda.is_available():
+        assert spread.model.dtype == one.model.dtype == torch.float32
+        assert spread.device == torch.device("cpu")
+    ids = torch.tensor([[1, *range(3, 40)]], device=spread.device)
+    with moend.compress(spread.model, "SnapKV", "50%"):
+        ours = spread.model.generate(ids, max_new_tokens=8, do_sample=False)
+    with moend.compress(one.model, "SnapKV", "50%"):
+        theirs = one.model.generate(ids.to(one.device), max_new_tokens=8, do_sample=False)
+    assert ours.tolist() == theirs.tolist()
 
 
 def test_float32_checkpoints_are_stored_as_bfloat16(tmp_path: Path) -> None:

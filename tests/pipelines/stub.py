@@ -39,7 +39,11 @@ class Library:
             model=choices["model"],
             method=method,
             benchmark=choices["benchmark"],
-            identity={"model": {"id": choices["model"]}, "benchmark": config.benchmark, "method": 1},
+            identity={
+                "model": {"id": choices["model"]},
+                "benchmark": {**config.benchmark, "scorer_version": 1},
+                "method": 1,
+            },
             calibrations=(CalibrationNeed("sensitivity", identity.key(needs), needs),) if calibrated else (),
             expected=tuple(("needle", f"s{i}") for i in range(self.n)),
             metrics={"needle": "nll" if nll else "exact"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,10 @@ import pytest
 
 from moend import methods
 from pipelines import identity, run
-from pipelines.compose import config_folder, sweep_folder
+from pipelines.compose import config_folder
 from pipelines.evaluate import Library
 from pipelines.schema import validate
-from tests.pipelines.conftest import Runs, compose_points, sweep_points
+from tests.pipelines.conftest import Runs, compose_points
 
 OPTIONS = [
     f"{folder.name}={path.stem}"
@@ -35,14 +37,6 @@ def test_every_option_composes_and_binds(option: str, tmp_path: Path) -> None:
     identity.canonical(config.model_dump())
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in sweep_folder().glob("*.yaml")))
-def test_every_sweep_composes(name: str) -> None:
-    points = sweep_points(name)
-    assert len(points) > 1
-    for point in points:
-        validate(point)
-
-
 def test_run_yaml_lists_every_method_field_with_its_default() -> None:
     (point,) = compose_points(["method=full"])
     fields = {f.name: f for f in dataclasses.fields(methods.Method)}
@@ -57,6 +51,8 @@ BAD = {
     "method=2d_heter": "Did you mean '2d_hetero'?",
     "model=smollm": "unknown model 'smollm'. Did you mean 'smollm2_135m'?",
     "benchmark=naih": "unknown benchmark 'naih'. Did you mean 'niah'?",
+    "+swep=quickstart": "there is no configuration key 'swep'. Did you mean '+sweep=<name>'?",
+    "swep=quickstart": "there is no configuration key 'swep'. Did you mean '+sweep=<name>'?",
     "+sweep=quickstrat": "unknown sweep 'quickstrat'. Did you mean 'quickstart'?",
     "sweep=quickstart": "sweeps are added: +sweep=<name>",
     "budget=0": "budget '0' must be positive",
@@ -154,6 +150,16 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for word in ("method: ", "2d_hetero", "budget: ", "+sweep=quickstart", "Exit codes"):
         assert word in out
+
+
+@pytest.mark.parametrize("verb", ["run", "calibrate", "prefetch"])
+def test_each_program_has_a_help_of_its_own(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"pipelines.{verb}").main
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"^ *python -m pipelines\.{verb} ", out, re.M)
+    assert "method: " in out
+    assert "Exit codes" in out
 
 
 def test_help_and_mistakes_import_no_torch() -> None:

@@ -296,7 +296,8 @@ def test_scores_are_not_computed_again_from_other_data(tmp_path: Path) -> None:
     config = {"name": "recall", "type": "recall", "tasks": ["num"], "data_dir": str(tmp_path)}
     data = benchmark(config).fingerprint()
     cell = {"info": {"benchmark_config": config, "label": "1d"}, "payload": {"facts": {"benchmark": {"data": data}}}}
-    (record,) = ({"task": s.task, "id": s.id, "text": "4 1"} for s in benchmark(config).samples())
+    kept = {"text": "4 1", "gold": ["4 1"], "scored_meta": {}, "finish_reason": "eos"}
+    (record,) = ({"task": s.task, "id": s.id, **kept} for s in benchmark(config).samples())
     evaluate._benchmark.cache_clear()
     assert evaluate.rescore(cell, [record])[0]["score"] == 1
     path.write_text(json.dumps({**row, "answer": "9 9"}))

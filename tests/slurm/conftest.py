@@ -35,7 +35,7 @@ class Cluster:
         # Not the variables of a cluster on which the tests themselves may be running.
         env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SQUEUE"))}
         env |= {"PATH": PATH, "SLURM_CONF": str(self.dir / "slurm.conf")}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, env=env, cwd=self.dir)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env, cwd=self.dir)
         assert done.returncode == 0 or not check, f"{shlex.join(command)}: {done.stderr}"
         return done
 
@@ -70,7 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if MISSING:
         pytest.skip(f"not installed: {', '.join(MISSING)} (slurm/README.md says how)")
     dir = tmp_path_factory.mktemp("slurm")
-    started = script("start_local_slurm.sh", "--cpus", 4, "--gpus", 2, dir)
+    started = script("start_local_slurm.sh", "--cpus", 4, "--gpus", 2, "--tasks", 4, dir)
     try:
         assert started.returncode == 0, started.stderr
         yield Cluster(dir)

@@ -237,14 +237,20 @@ def test_overlap():
         require_disjoint(["one two"], a)
 
 
-@pytest.mark.parametrize("name", ["recall", "niah", "niah_multikey", "continuation"])
+@pytest.mark.parametrize("name", ["recall", "niah", "niah_multikey", "niah_grid", "ruler", "continuation"])
 def test_calibration_and_evaluation_are_disjoint(name):
-    require_disjoint(benchmark(name, split="calibration", limit=5).samples(), benchmark(name).samples())
+    rows = {"limit": 20} if name == "ruler" else {}
+    require_disjoint(benchmark(name, split="calibration", limit=5).samples(), benchmark(name, **rows).samples())
     with pytest.raises(UserError):
         require_disjoint(benchmark(name, limit=5).samples(), benchmark(name).samples())
 
 
 def test_a_path_that_was_read_as_a_number_is_refused() -> None:
-    for name, key in (("recall", "data_dir"), ("niah", "haystack_file"), ("continuation", "text_file")):
+    for name, key in (
+        ("recall", "data_dir"),
+        ("niah", "haystack_file"),
+        ("continuation", "text_file"),
+        ("ruler", "cache_dir"),
+    ):
         with pytest.raises(UserError, match=rf"benchmark\.{key}=2024 must be text"):
             benchmark(name, **{key: 2024})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import zipfile
@@ -9,10 +10,10 @@ import zipfile
 import pytest
 
 from moend.benchmarks import benchmark, longbench
-from moend.benchmarks.longbench import TABLE
+from moend.benchmarks.longbench import BUCKETS, TABLE, TASKS_E, bucket, prediction_score
 from moend.errors import Blocked, UserError
 from moend.plan import Arch
-from tests.moend.benchmarks.conftest import CHATML, LONGBENCH, byte_tokenizer, needs_longbench
+from tests.moend.benchmarks.conftest import CHATML, LONGBENCH, STRIPPING, byte_tokenizer, needs_longbench
 
 CHAT = byte_tokenizer(bos=False, template=CHATML)
 ARCH = Arch(2, 2, 1, 8, 8192)
@@ -43,19 +44,61 @@ def folder(tmp_path, **tasks):
 def test_prompts_and_lengths_are_the_official_ones():
     prompts = json.loads((LONGBENCH / "config" / "dataset2prompt.json").read_text(encoding="utf-8"))
     lengths = json.loads((LONGBENCH / "config" / "dataset2maxlen.json").read_text(encoding="utf-8"))
-    for task, entry in TABLE.items():
-        assert entry["prompt"] == prompts[task]
-        assert entry["max_new_tokens"] == lengths[task]
+    assert {t: e["prompt"] for t, e in TABLE.items()} == prompts
+    assert {t: e["max_new_tokens"] for t, e in TABLE.items()} == lengths
+
+
+METRIC_OF = {
+    "qa_f1": "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa",
+    "qa_f1_zh": "multifieldqa_zh",
+    "rouge_l": "gov_report qmsum multi_news samsum",
+    "rouge_l_zh": "dureader vcsum",
+    "classification": "trec lsht",
+    "retrieval": "passage_retrieval_en",
+    "retrieval_zh": "passage_retrieval_zh",
+    "count": "passage_count",
+    "code_similarity": "lcc repobench-p",
+}
 
 
 def test_table():
-    assert hashlib.sha256(json.dumps(TABLE, sort_keys=True).encode()).hexdigest()[:16] == "13e612f6b568924e"
+    assert len(TABLE) == 21
+    assert hashlib.sha256(json.dumps(TABLE, sort_keys=True).encode()).hexdigest()[:16] == "7f70c7a51865fa4f"
+    assert {t: e["metric"] for t, e in TABLE.items()} == {t: m for m, ts in METRIC_OF.items() for t in ts.split()}
     for entry in TABLE.values():
         assert entry["prompt"].count("{context}") == 1
         assert entry["prompt"].count("{input}") <= 1
         assert "\\n" not in entry["prompt"]
-    plain = {t for t, e in TABLE.items() if not e["chat"]}
-    assert plain == {"trec", "triviaqa", "samsum"} == {t for t, e in TABLE.items() if e["first_line"]}
+    assert {t for t, e in TABLE.items() if not e["chat"]} == {
+        *("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"),
+    }
+    assert {t for t, e in TABLE.items() if e["first_line"]} == {"trec", "triviaqa", "samsum", "lsht"}
+    assert {t: e["stop"] for t, e in TABLE.items() if e["stop"]} == {"samsum": ["\n"]}
+    assert sum(e["rows"] for e in TABLE.values()) == 4750
+    assert sum(e.get("rows_e", 0) for e in TABLE.values()) == 3668
+    assert len(TASKS_E) == 13
+
+
+def test_groups():
+    all_tasks = tuple(TABLE)
+    english = [t for t in all_tasks if t not in METRIC_OF["rouge_l_zh"] and not t.endswith("_zh") and t != "lsht"]
+    assert benchmark("longbench_all").task_names == all_tasks
+    assert benchmark("longbench_en").task_names == tuple(english)  # the 16 columns of RippleKV's table
+    assert benchmark("longbench_moend").task_names == ("narrativeqa", "hotpotqa", "trec", "passage_retrieval_en")
+    assert benchmark("longbench_e").task_names == TASKS_E
+    assert sum(benchmark("longbench_all").expected().values()) == 4750
+    assert sum(benchmark("longbench_en").expected().values()) == 3750
+    assert sum(benchmark("longbench_e").expected().values()) == 3668
+    assert benchmark("longbench_all", limit=7).expected() == dict.fromkeys(all_tasks, 7)
+    with pytest.raises(UserError, match="LongBench-E has no narrativeqa"):
+        benchmark("longbench_e", tasks="narrativeqa")
+    with pytest.raises(UserError, match=r"benchmark\.e=1"):
+        benchmark("longbench_e", e=1)
+
+
+def test_buckets():
+    assert [bucket(n) for n in (0, 3999, 4000, 7999, 8000, 10**6)] == [BUCKETS[i] for i in (0, 0, 1, 1, 2, 2)]
+    assert BUCKETS == ("0-4k", "4-8k", "8k+")
 
 
 @needs_longbench
@@ -154,6 +197,29 @@ def test_scores(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("task", "prediction", "answers", "classes", "want"),
+    [
+        # few-shot tasks: the first line after leading newlines, and blanks are no newlines
+        ("trec", "\n\nDate\nCity", ["Date"], ["Date", "City"], 1),
+        ("trec", " \nDate", ["Date"], ["Date", "City"], 0),
+        ("lsht", "\n体育\n财经", ["体育"], ["体育", "财经"], 1),
+        ("triviaqa", "Paris\nPassage: Rome", ["Paris", "paris, france"], None, 1),
+        ("samsum", "Ann waits.\nDialogue: x y z", ["Ann waits."], None, 1),
+        ("narrativeqa", "Paris\nRome", ["Paris"], None, 2 * 0.5 / 1.5),  # all lines
+        ("hotpotqa", "x", ["y", "x z", "x"], None, 1),  # the best of the answers
+        ("passage_retrieval_zh", "段落12", ["段落12"], None, 1),
+        ("passage_count", "12 or 13", ["12"], None, 0.5),
+        ("lcc", "\n\treturn x;\n}", ["\treturn x;"], None, 1),
+        ("multifieldqa_zh", "北京。", ["北京"], None, 1),
+        ("vcsum", "", ["会议"], None, 0),
+        ("hotpotqa", "</think>x", ["x"], None, 0),  # a thought is text like any other: `thinkx`
+    ],
+)
+def test_prediction_score(task, prediction, answers, classes, want):
+    assert prediction_score(task, prediction, answers, classes or ()) == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize(
     ("bad", "message"),
     [
         ("{", "trec.jsonl:2 is not a LongBench row"),
@@ -168,6 +234,120 @@ def test_malformed_rows(tmp_path, bad, message):
     b = folder(tmp_path, trec=[row(all_classes=["Yes"]), bad])
     with pytest.raises(UserError, match=message):
         b.samples()
+
+
+def test_data_from_one_file_or_an_archive(tmp_path, caplog):
+    rows = [row(_id=str(i), dataset=t) for i, t in enumerate(["hotpotqa", "musique", "hotpotqa_e", "qasper"])]
+    text = "\n".join(json.dumps(r) for r in rows) + "\n"
+    mixed = tmp_path / "some rows.jsonl"
+    mixed.write_text(text)
+    b = benchmark("longbench", data_dir=str(mixed), tasks=["musique", "hotpotqa"])
+    assert [(s.task, s.id) for s in b.samples()] == [("musique", "1"), ("hotpotqa", "0"), ("hotpotqa", "2")]
+    assert b.expected() == {"musique": 1, "hotpotqa": 2}
+    assert benchmark("longbench", data_dir=str(mixed), tasks="hotpotqa", limit=1).expected() == {"hotpotqa": 1}
+    assert "no rows of trec" in str(benchmark("longbench", data_dir=str(mixed), tasks="trec").available())
+
+    named = tmp_path / "hotpotqa.jsonl"  # named after a task: all rows are its own, whatever they say
+    named.write_text(text)
+    assert benchmark("longbench", data_dir=str(named), tasks="hotpotqa").expected() == {"hotpotqa": 4}
+    assert "no rows of musique" in str(benchmark("longbench", data_dir=str(named), tasks="musique").available())
+
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as z:
+        z.writestr("some/folder/hotpotqa.jsonl", text)
+        z.writestr("data/hotpotqa_e.jsonl", text.split("\n")[2])
+    assert benchmark("longbench", data_dir=str(archive), tasks="hotpotqa").expected() == {"hotpotqa": 4}
+    assert benchmark("longbench_e", data_dir=str(archive), tasks="hotpotqa").expected() == {"hotpotqa": 1}
+    assert "no trec.jsonl" in str(benchmark("longbench", data_dir=str(archive), tasks="trec").available())
+    with zipfile.ZipFile(archive, "a") as z:
+        z.writestr("hotpotqa.jsonl", text)
+    with pytest.raises(UserError, match="several files"):
+        benchmark("longbench", data_dir=str(archive), tasks="hotpotqa").samples()
+
+    mixed.write_text(json.dumps(row()).replace("dataset", "data_set"))
+    with pytest.raises(UserError, match=r"some rows\.jsonl:1 names no dataset"):
+        benchmark("longbench", data_dir=str(mixed), tasks="hotpotqa").samples()
+
+
+def test_planning_needs_no_data(tmp_path):
+    """A folder that is not here blocks a cell; its size and identity are those of the data it stands for."""
+    b = benchmark("longbench_moend", data_dir=str(tmp_path / "nowhere"), limit=2)
+    assert "is not here" in b.available()
+    assert sum(b.expected().values()) == 8
+    assert b.fingerprint() == benchmark("longbench_moend").fingerprint()
+    with pytest.raises(Blocked, match="is not here"):
+        b.samples()
+
+
+def test_fetch(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: asked.append(a) or str(tmp_path / "x.zip"))
+    with pytest.raises(Blocked, match=r"no narrativeqa\.jsonl"):
+        benchmark("longbench", data_dir=str(tmp_path)).fetch()
+    assert not asked
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    benchmark("longbench").fetch()
+    assert asked == [("THUDM/LongBench", "data.zip")]
+
+
+# One made row for every task, rendered with two chat templates: ids, pinned by their digests.
+MADE = {
+    "context": "First line. Second line\n第三行 ends here.\n",
+    "input": "Was ist das? 这是什么？",
+    "answers": ["Paragraph 2 段落2"],
+    "all_classes": ["Paragraph 2 段落2", "Date"],
+}
+GOLDEN = {"chatml": "af61fe353a6069f2", "stripping": "48bd56099cbad194"}
+
+
+@pytest.mark.req(12)
+@pytest.mark.parametrize("template", GOLDEN)
+def test_golden_ids(tmp_path, template):
+    """ChatML without BOS, and a template as Llama 3's: its own BOS, the turn stripped, a date."""
+    bos = template == "stripping"
+    tokenizer = byte_tokenizer(bos=bos, template=STRIPPING if bos else CHATML)
+    b = folder(tmp_path, **{task: [row(**MADE)] for task in TABLE})
+    ids = []
+    for s in b.samples():
+        r = b.render(s, tokenizer, ARCH, chat=True)
+        entry = TABLE[s.task]
+        user = entry["prompt"].replace("{context}", s.context).replace("{input}", s.question)
+        if not entry["chat"]:
+            want = ("<s>" if bos else "") + user
+        elif bos:
+            want = "<s>26 Jul 2024|[user]\n\n" + user.strip() + "[end][assistant]\n\n"
+        else:
+            want = f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(r.ids) == want
+        assert list(r.ids).count(0) == bos
+        assert r.truncated == 0
+        assert tokenizer.decode(r.ids[: r.context_tokens]).rstrip(".\n").endswith("ends here")
+        assert r.max_new_tokens == entry["max_new_tokens"]
+        assert r.stop == tuple(entry["stop"])
+        ids.append([s.task, *r.ids])
+    assert hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16] == GOLDEN[template]
+
+
+@pytest.mark.req(11)
+@pytest.mark.parametrize("chat_template", ["official", "all"])
+def test_every_task_fits_and_tells_what_was_cut(tmp_path, chat_template):
+    tokenizer = byte_tokenizer(bos=True, template=STRIPPING)
+    made = MADE | {"context": "".join(f"Line {i}. 第{i}行\n" for i in range(400))}
+    folder(tmp_path, **{task: [row(**made)] for task in TABLE})
+    b = benchmark("longbench_all", data_dir=str(tmp_path), length=2400, chat_template=chat_template)
+    for s in b.samples():
+        r, short = (b.render(x, tokenizer, ARCH, chat=True) for x in (s, dataclasses.replace(s, context="x")))
+        assert 2400 - 8 <= r.prompt_tokens + r.max_new_tokens <= 2400
+        assert list(r.ids).count(0) == 1
+        whole = len(short.ids) - 1 + len(s.context.encode())  # a byte a token, but for merged newlines
+        assert 0 <= whole - (r.prompt_tokens + r.truncated) <= 800
+        text = tokenizer.decode(r.ids)
+        assert "Line 0. " in text
+        assert "Line 399. " in text
+        assert "Line 200. " not in text  # the middle goes
+        assert text.startswith("<s>26 Jul 2024|[user]") == (chat_template == "all" or TABLE[s.task]["chat"])
 
 
 def test_odd_files(tmp_path):

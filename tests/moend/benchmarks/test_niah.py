@@ -94,8 +94,16 @@ def test_lengths_that_cannot_fit():
     b = benchmark("niah", length=150, limit=1)
     with pytest.raises(UserError, match="too short"):
         b.render(b.samples()[0], BYTES, ARCH, chat=False)
-    with pytest.raises(UserError, match="characters of text"):
-        benchmark("niah", length=10**6).samples()
+    with pytest.raises(UserError, match="length=63 is too short for niah: at least 64"):
+        benchmark("niah", length=63)
+
+
+def test_a_text_that_is_too_short_begins_again_and_says_so(caplog):
+    samples = benchmark("niah", length=200_000, limit=2).samples()
+    assert [r.getMessage().count("repeats") for r in caplog.records] == [1]
+    assert all(len(s.context) >= 200_000 * 5 and len(set(s.context.split("\n\n"))) > 1000 for s in samples)
+    head = part("test")[:500]
+    assert any(s.context.count(head) for s in samples)  # the window goes over the end of the text
 
 
 def test_haystack_file(tmp_path):

@@ -148,3 +148,24 @@ def test_rows_of_a_folder(tmp_path, train, caplog):
     assert "is not a folder" in missing.available()
     with pytest.raises(Blocked):
         missing.samples()
+
+
+def test_calibration_texts_are_no_row_and_exact():
+    from moend.benchmarks.recall import calibration_texts
+
+    texts = calibration_texts(6, 256, 64)
+    assert texts == calibration_texts(7, 256, 64)[:6] and len(set(texts)) == 6
+    rows = {
+        s.context
+        for split in ("test", "calibration")
+        for s in benchmark({"name": "recall", "type": "recall", "length": 255, "rows": 6, "split": split}).samples()
+    }
+    for text in texts:
+        words = text.split()
+        assert len(words) == 255 + 64  # and the BOS
+        assert " ".join(words[:255]) not in rows
+        assert "?" not in words[:255] and words[255] == "?"
+        first = words[255 : words.index("<eos>")]
+        if first[1] == "num":  # the answer stands in the context, after its key
+            at = [i for i in range(253) if words[i : i + 3] == first[2:]]
+            assert at

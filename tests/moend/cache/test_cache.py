@@ -21,9 +21,11 @@ from moend.cache import (
     cache_argument,
     compress,
     prefill,
+    ragged,
     select,
 )
-from moend.cache.attention import causal
+from moend.cache.attention import attention_mass, causal
+from moend.cache.strands import Strands
 from moend.errors import UserError
 from moend.plan import Storage, layer_bytes
 from moend.scoring import LayerView
@@ -35,7 +37,7 @@ ALL = LayerSpec(10**6, Storage())
 class Lottery:
     """A scorer that ranks by a seeded draw per layer."""
 
-    name, per_head, last_queries, at_decode, statistics = "lottery", True, 0, True, None
+    name, per_head, last_queries, observes, at_decode, statistics = "lottery", True, 0, (), True, None
 
     def __init__(self, per_head: bool = True):
         self.per_head = per_head
@@ -131,6 +133,33 @@ def test_evicted_equals_masked_full(name):
     assert (ours - reference).abs().max() < 1e-4
 
 
+@pytest.mark.req(5)
+@pytest.mark.req(13)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_ragged_heads_equal_masked_full(name):
+    """Every head its own number of entries, beside a row of even heads: a full cache with the others masked."""
+    model, ids, cut = tiny(name), torch.randint(3, 97, (1, 100)), 70
+    prefilled = prefill(model, ids[:, :cut])
+    counts, visible, layers = [[3, 60], [41, 12], [70, 1]], [], []
+    for layer, heads in zip(prefilled.layers, counts, strict=True):
+        kept = [torch.randperm(cut)[:k].sort().values for k in heads]
+        rows = ragged(layer.keys[0], layer.values[0], kept, Storage(), seen=cut, dtype=torch.float32)
+        layers.append([rows])
+        assert sum(r.bytes for r in rows) == sum(k * (2 * 16 * 4 + 4) for k in heads)
+        seen = torch.ones(2, 100, 100).tril().bool()
+        for head, index in enumerate(kept):
+            seen[head, cut:, :cut] = torch.isin(torch.arange(cut), index)
+        visible.append(seen)
+    alone = CompressedCache(layers, model.config)
+    assert alone.counts() == counts
+    cache = CompressedCache.join([fork(prefilled, [LayerSpec(20, Storage(8, 4, 16, 8)), ALL, ALL]), alone])
+    parts = [part.expand(2, -1) for part in ids[:, cut:].split([1, 9, 20], dim=1)]
+    ours = torch.cat([step(model, cache, part) for part in parts], dim=1)[1]
+    assert (ours - masked_reference(model, ids, visible)[0, cut:]).abs().max() < 1e-4
+    assert cache.counts(1) == [[k + 30 for k in heads] for heads in counts]
+    assert cache.resident_bytes(1) == sum(sum(k + 30 for k in heads) * (2 * 16 * 4 + 4) for heads in counts)
+
+
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_sliding_window_layers(name):
     """A sliding-window layer sees only its window, before and after eviction, as the stock model does."""
@@ -205,6 +234,61 @@ def test_prefill_does_not_depend_on_chunks():
         assert (a.queries - b.queries).abs().max() < 1e-4
     assert whole.tokens(0) == 150
     assert whole.tokens(1) == 110
+
+
+def dense_mass(q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
+    """Attention received (B, H, T) by the whole T x T softmax; q and k of all tokens, valid (B, T)."""
+    at, group = torch.arange(k.shape[2]), q.shape[1] // k.shape[1]
+    seen = (at <= at[:, None]) & (at[:, None] - at < window) & valid[:, None, None, :]
+    logits = (q @ k.repeat_interleave(group, 1).mT * scaling).masked_fill(~seen, -torch.inf)
+    shares = logits.softmax(-1).nan_to_num(0.0) * valid[:, None, :, None]  # padding queries see nothing
+    return shares.sum(2).unflatten(1, (-1, group)).sum(2)
+
+
+@pytest.mark.req(20)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("block", [1, 2**22])
+def test_attention_mass_against_dense(monkeypatch, padded, window, block):
+    monkeypatch.setattr("moend.cache.attention.MASS_BLOCK", block)
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(2, 6, 150, 16), torch.randn(2, 2, 150, 16)
+    valid = torch.ones(2, 150).bool()
+    if padded:
+        valid[0, :47] = False
+    whole = dense_mass(q, k, valid, 0.25, window or 10**6)
+    ours = attention_mass(q, k, valid if padded else None, 0.25, window)
+    assert ours.shape == (2, 2, 150)
+    torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
+    assert whole[1].sum().item() == pytest.approx(6 * 150, rel=1e-4)
+    late = attention_mass(q[:, :, 130:], k, valid if padded else None, 0.25, window)
+    early = dense_mass(q[:, :, :130], k[:, :, :130], valid[:, :130], 0.25, window or 10**6)
+    late[..., :130] += early
+    torch.testing.assert_close(late, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_prefill_observes_mass_whatever_the_chunks(name, padded):
+    model, ids = tiny(name), torch.randint(3, 97, (2, 150))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :40] = 0
+    whole = prefill(model, ids, mask, last_queries=150, observe={"mass"}, chunk=1000)
+    parts = prefill(model, ids, mask, observe={"mass"}, chunk=37)
+    plain = prefill(model, ids, mask)
+    assert plain.observed == {} and parts.layers[0].queries is None
+    for i, layer in enumerate(whole.layers):
+        expected = dense_mass(layer.queries, layer.keys, mask.bool(), 0.25, 10**6)
+        torch.testing.assert_close(whole.observed["mass"][i], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(parts.observed["mass"][i], expected, atol=1e-3, rtol=1e-3)
+        assert torch.equal(plain.layers[i].keys, whole.layers[i].keys)
+        mine = parts.seen(i, 1, ("mass",))["mass"]
+        assert mine.shape == (2, 110 if padded else 150)
+    with pytest.raises(ValueError, match="did not observe mass"):
+        plain.seen(0, 0, ("mass",))
+    with pytest.raises(ValueError, match="cannot observe gates"):
+        prefill(model, ids, observe=("gates",))
 
 
 @pytest.mark.req(3)
@@ -315,15 +399,16 @@ def test_predicted_bytes_are_held_bytes(k_bits, v_bits, form, keep, feeds, per_h
     row = Row(keys.gather(1, at), values.gather(1, at), positions, storage, seen=tokens, dtype=torch.bfloat16)
     tail = min(n, window) if storage.quantised else n
     assert row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim)
+    strands = Strands([(row,)])
     for q in feeds:
-        row.append(torch.randn(heads, q, dim), torch.randn(heads, q, dim))
-        n, tail = n + q, tail + q
-        assert row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim, tail=tail)
-        row.settle()
-        if storage.quantised:
-            tail -= max(tail - window, 0) // group * group
-        assert (row.n, row.tail) == (n, tail)
-        assert row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim, tail=tail)
+        for taken in strands.feed(torch.randn(1, heads, q, dim), torch.randn(1, heads, q, dim)):
+            n, tail = n + taken, tail + taken
+            assert strands.held[0] == layer_bytes(n, storage, heads, dim, tail=tail)
+            if storage.quantised:
+                tail -= max(tail - window, 0) // group * group
+        ((row,),) = strands.rows()
+        assert (row.n, row.tail) == (n, tail if storage.quantised else n)
+        assert strands.held[0] == row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim, tail=tail)
         k, v = row.dense(torch.float32)
         assert k.shape == v.shape == (heads, n, dim)
 
@@ -355,29 +440,34 @@ def test_select_refuses_nan():
 @pytest.mark.parametrize("feeds", [[1] * 90, [3, 1, 40, 7, 2] * 3])
 @pytest.mark.parametrize("bits", [(16, 16), (8, 4)])
 def test_counted_schedule_never_passes_the_cap(feeds, bits):
-    """However tokens arrive within `room`, a capped row holds at most cap entries and evicts at the same tokens."""
-    choose = lottery(0)
+    """However tokens arrive, a capped row holds at most cap entries and evicts at the same tokens."""
     keys = torch.randn(2, 50, 16)
     storage = Storage(*bits, 32, 32, "per_head")
     start = torch.arange(50).expand(2, 50)
-    row = Row(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=Schedule(60, 10, 128), choose=choose)
-    sizes, fed = [], 0
+    schedule = Schedule(60, 10, 128)
+    strands = Strands(
+        [(Row(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
+    )
+    sizes, kept, fed = [], [], 50
     for q in feeds:
-        while q:
-            part = min(q, row.room() or q)
-            row.make_room(part)
-            new = torch.randn(2, part, 16)
-            row.append(new, new)
-            row.settle()
-            q, fed = q - part, fed + part
-            sizes.append(row.n)
-            assert row.n <= 60
-            at = row.true_positions()
-            assert bool((at[:, 1:] > at[:, :-1]).all())
-            assert at.max() == row.seen - 1
+        new = torch.randn(1, 2, q, 16)
+        for taken in strands.feed(new, new):
+            sizes.append(strands.count(0)[0])
+            assert sizes[-1] <= 60
+            fed += taken
+        ((row,),) = strands.rows()
+        at = row.true_positions()
+        assert bool((at[:, 1:] > at[:, :-1]).all())
+        assert at.max() == row.seen - 1 == fed - 1
+        kept.append(at)
     assert max(sizes) == 60
-    assert row.seen == 50 + sum(feeds)
     assert row.n == 51 + (sum(feeds) - 11) % 10  # full after 10 tokens, then again every 10
+    once = Strands(
+        [(Row(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
+    )
+    for _ in once.feed(torch.randn(1, 2, sum(feeds), 16), torch.randn(1, 2, sum(feeds), 16)):
+        pass
+    assert torch.equal(once.rows()[0][0].true_positions(), kept[-1])
 
 
 def test_paper_schedule_evicts_every_beta_tokens():
@@ -392,12 +482,11 @@ def test_paper_schedule_evicts_every_beta_tokens():
         schedule=Schedule(40, 0, 16, "paper"),
         choose=lottery(0),
     )
-    sizes = []
+    strands, sizes = Strands([(row,)]), []
     for _ in range(40):
-        row.make_room(1)
-        row.append(torch.randn(2, 1, 16), torch.randn(2, 1, 16))
-        row.settle()
-        sizes.append(row.n)
+        for _ in strands.feed(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16)):
+            pass
+        sizes.append(strands.count(0)[0])
     assert [i for i, (a, b) in enumerate(pairwise(sizes)) if b < a] == [14, 30]
     assert sizes[15] == sizes[31] == 40
 
@@ -405,7 +494,7 @@ def test_paper_schedule_evicts_every_beta_tokens():
 @pytest.mark.req(13)
 @pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("overshoot", ["counted", "paper"])
-@pytest.mark.parametrize("feed", ["single", "room"])
+@pytest.mark.parametrize("feed", [1, 7, 100])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_decode_eviction_equals_masked_full(name, overshoot, feed, per_head):
     """Evicting while decoding computes as a full cache with a mask per query, layer and head, however tokens come."""
@@ -421,11 +510,10 @@ def test_decode_eviction_equals_masked_full(name, overshoot, feed, per_head):
     )
     ours, at = [], cut
     while at < 150:
-        n = 1 if feed == "single" else min(cache.room() or 1, 150 - at)
+        n = min(feed, 150 - at)
         ours.append(step(model, cache, ids[:, at : at + n]))
         at += n
         assert not counted or all(n <= cap for n, (cap, _, _) in zip(cache.entries(), caps, strict=True))
-    assert feed == "single" or len(ours) < 100
     visible = [simulate(spec, layer, cut, 150, per_head) for layer, spec in enumerate(specs)]
     assert not any(v[:, -1].all() for v in visible)
     reference = masked_reference(model, ids, visible)[:, cut:]
@@ -433,20 +521,22 @@ def test_decode_eviction_equals_masked_full(name, overshoot, feed, per_head):
 
 
 @pytest.mark.parametrize("bits", [(8, 4), (16, 4), (4, 16), (2, 2)])
-def test_tokens_fed_within_room_equal_tokens_fed_singly(bits):
-    """Packing too happens at the same token however many come at once: fused cells feed in each other's steps."""
+@pytest.mark.parametrize("feeds", [[100], [3, 40, 57], [33, 1, 1, 65]])
+def test_tokens_fed_at_once_equal_tokens_fed_singly(bits, feeds):
+    """Packing happens at the same token however many come at once."""
     model, ids = tiny(), torch.randint(3, 97, (1, 160))
     specs = [LayerSpec(40, Storage(*bits, 16, 24)), LayerSpec(60, Storage(*bits, 32, 0)), ALL]
     cache = fork(prefill(model, ids[:, :60]), specs)
-    singly, ours, at = cache.fork(), [], 60
-    while at < 160:
-        n = min(cache.room() or 1, 160 - at)
-        ours.append(step(model, cache, ids[:, at : at + n]))
-        at += n
-    assert len(ours) < 30
-    theirs = [step(model, singly, ids[:, i : i + 1]) for i in range(60, 160)]
+    singly = cache.fork()
+    ours = [step(model, cache, part) for part in ids[:, 60:].split(feeds, dim=1)]
+    theirs, peak = [], 0
+    for i in range(60, 160):
+        theirs.append(step(model, singly, ids[:, i : i + 1]))
+        peak = max(peak, singly.peak_bytes(0)) if i >= 160 - feeds[-1] else 0
     assert (torch.cat(ours, dim=1) - torch.cat(theirs, dim=1)).abs().max() < 1e-3
     assert cache.resident_bytes() == singly.resident_bytes()
+    assert cache.peak_bytes(0) == peak
+    assert cache.mean_bytes[0] == singly.mean_bytes[0]
 
 
 def test_forks_are_independent_and_the_prefill_is_untouched():
@@ -494,8 +584,8 @@ def test_crop_is_refused():
 
 
 @pytest.mark.parametrize("feeds", [[1] * 40, [7, 1, 12, 20], [40]])
-def test_mean_bytes_do_not_depend_on_how_tokens_come(feeds):
-    """The bytes held after each token, summed: by the row, and by asking after single tokens."""
+def test_mean_and_peak_bytes_do_not_depend_on_how_tokens_come(feeds):
+    """The bytes held after each token, summed: as counted, and by asking the storages after single tokens."""
     torch.manual_seed(0)
     keys = torch.randn(2, 50, 16)
     row = Row(
@@ -508,20 +598,16 @@ def test_mean_bytes_do_not_depend_on_how_tokens_come(feeds):
         schedule=Schedule(60, 10, 128),
         choose=lottery(0),
     )
-    single, naive = row.fork(), 0
+    single, naive = Strands([(row,)]), []
     for _ in range(40):
-        new = torch.randn(2, 1, 16)
-        single.make_room(1)
-        single.append(new, new)
-        single.settle()
-        naive += single.nbytes()
+        for _ in single.feed(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16)):
+            pass
+        naive.append(single.rows()[0][0].nbytes())
+    strands, peak = Strands([(row,)]), 0
     for q in feeds:
-        while q:
-            part = min(q, row.room() or q)
-            new = torch.randn(2, part, 16)
-            row.make_room(part)
-            row.append(new, new)
-            row.settle()
-            q -= part
-    assert row.fed == single.fed == 40
-    assert row.area == single.area == naive
+        for _ in strands.feed(torch.randn(1, 2, q, 16), torch.randn(1, 2, q, 16)):
+            pass
+        peak = max(peak, int(strands.trace.max()))
+    assert strands.clock == single.clock == 40
+    assert strands.area[0] == single.area[0] == sum(naive)
+    assert peak == max(naive)

@@ -24,7 +24,7 @@ def read(name: str) -> Calibration:
 @pytest.mark.parametrize("name", sorted(p.stem for p in CONF.glob("*.yaml")))
 def test_every_file_binds(name):
     made = read(name)
-    for kind in ("sensitivity", "queries", "kl"):
+    for kind in ("sensitivity", "queries", "kl", "ripple"):
         canonical(made.settings(kind, {"name": "trig"}))
     assert kl.named_configs(made.kl.configs)
 
@@ -54,6 +54,16 @@ def test_the_files_say_what_the_method_says():
         ({"keeps": [0.5, 1.5]}, "calibration.keeps must be"),
         ({"bits": [16, 3]}, "calibration.bits must be"),
         ({"text": "  "}, "calibration.text must be"),
+        ({"ripple": {"noise": 0.3}}, "unknown calibration.ripple field 'noise'"),
+        ({"ripple": {"relative_noise": 0}}, "calibration.ripple.relative_noise must be a number > 0, got 0"),
+        ({"ripple": {"examples": 0}}, "calibration.ripple.examples must be a whole number >= 1, got 0"),
+        ({"ripple": {"damage": [1.0]}}, r"calibration.ripple.damage must be shares in \(0, 1\)"),
+        ({"ripple": {"damage": 0.2}}, "calibration.ripple.damage must be a list of shares, got 0.2"),
+        ({"ripple": {"text": "txt"}}, "Did you mean 'text'"),
+        ({"ripple": {"text": "file"}}, "text_file must be given exactly where"),
+        ({"ripple": {"text_file": "x"}}, "text_file must be given exactly where"),
+        ({"ripple": {"stability": 1}}, "calibration.ripple.stability must be true or false, got 1"),
+        ({"ripple": []}, "calibration.ripple must hold fields"),
     ],
 )
 def test_mistakes_are_one_line(fields, message):
@@ -77,6 +87,12 @@ def test_settings_hold_only_what_the_numbers_depend_on():
     assert canonical(Calibration.from_fields({"keeps": [1, 0.5]}).settings("sensitivity", trig)) == canonical(
         Calibration.from_fields({"keeps": [1.0, 0.5]}).settings("sensitivity", trig)
     )
+    snap = {"name": "snapkv"}
+    assert a.settings("ripple", snap) == a.settings("ripple", trig)  # noise knows no scorer
+    damage = Calibration.from_fields({"ripple": {"damage": [0.2, 0.1, 0.2]}})
+    assert damage.settings("ripple", snap)["damage"] == [0.1, 0.2]
+    assert damage.settings("ripple", snap) != damage.settings("ripple", trig)
+    assert shuffled.settings("ripple", snap) == a.settings("ripple", snap)
     with pytest.raises(UserError, match="needs a method with a scorer"):
         a.settings("sensitivity", None)
 

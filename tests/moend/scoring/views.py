@@ -62,6 +62,7 @@ def view(
         rotary=rot,
         statistics={"mean_real": mean[0], "mean_imag": mean[1], "mean_abs": mean.norm(dim=0) + extra},
         seed=7,
+        observed={"mass": torch.rand(batch, heads, n, generator=g)},
     )
     return replace(made, **changes)
 
@@ -80,4 +81,5 @@ def row(v: LayerView, b: int, skip: int = 0) -> LayerView:
         now=v.now[b : b + 1],
         queries=cut(v.queries),
         query_positions=cut(v.query_positions),
+        observed={name: seen[b : b + 1, ..., skip:] for name, seen in v.observed.items()},
     )

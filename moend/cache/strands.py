@@ -1,0 +1,613 @@
+"""The rows of one layer side by side while they decode: how they take in tokens, attend, pack and evict.
+
+A strand is one KV head of one sequence. All strands share a **tail**, the newest entries at 16 bit, right-aligned: a
+new token is one slice write, whatever the strands hold. Older entries lie in **banks** (`moend.cache.bank`), K and V
+apart: strands of one kind (bits, group) and of similar length share a bank. Logits of all strands lie in one matrix
+(strands, queries, slots + tail), whose unused places are masked once, so that a step costs a handful of batched
+operations per bank and layer, and no Python work that grows with the rows.
+
+What falls due for one row (a group leaves the window, a cap is reached) is computed ahead as a point of the layer's
+clock, counted in tokens; only there rows are looked at one by one. More tokens than fit before it are taken in pieces,
+so packing and eviction fall on the same token however tokens come.
+
+Memory. Padding in a bank is at most what its strands hold, or 2^15 elements a row where that is more; a bank that
+grows takes an eighth to spare; the tail has SPARE columns to spare beside the longest window and group. All of it is in
+`allocated`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moend.cache.bank import Bank
+from moend.cache.packing import Packed, quantise_k, quantise_v
+from moend.cache.row import Chooser, Row, Schedule, gather
+from moend.plan import Storage, v_group
+
+SPARE = 32  # free columns of a new tail
+PIECE = 256  # tokens taken in at once: bounds the tail of rows that never pack
+PADDING = 2**15  # elements a row may be padded by before strands of its kind get a bank of their own
+LOGITS = 2**24  # logits computed at a time
+NEVER = 2**62
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class Part:
+    """A Row while it decodes: the counters of its strands `at` ... at + heads. Counters hold as of `clock`."""
+
+    sequence: int
+    at: int
+    heads: int
+    storage: Storage
+    schedule: Schedule
+    choose: Chooser | None
+    n: int
+    tail: int
+    seen: int
+    steps: int
+    clock: int
+    positions: Tensor | None  # of the entries there were when it was laid down; those since then follow on
+    first: int  # entries of the first run: packed K leaves a gap between it and the next group
+    slots: int  # slots used
+    summed: bool = False  # whether the attention its entries receive is summed (`Row.mass`)
+    k: tuple[int, int] = (0, 0)  # (bank, first strand in it)
+    v: tuple[int, int] = (0, 0)
+
+    def touch(self, clock: int) -> Part:
+        """Bring the counters up to `clock`."""
+        passed, self.clock = clock - self.clock, clock
+        self.n, self.tail, self.seen, self.steps = (x + passed for x in (self.n, self.tail, self.seen, self.steps))
+        return self
+
+    @property
+    def strands(self) -> slice:
+        """Its strands."""
+        return slice(self.at, self.at + self.heads)
+
+    @property
+    def full(self) -> bool:
+        """Whether it must evict before the next token ("counted")."""
+        s = self.schedule
+        return s.cap is not None and s.overshoot == "counted" and self.n >= s.cap > max(s.cap - max(s.reserve, 1), 1)
+
+    def room(self) -> int:
+        """Tokens until it packs or evicts."""
+        s, st, rooms = self.schedule, self.storage, [NEVER]
+        if s.cap is not None and s.overshoot == "paper":
+            rooms.append(s.beta - self.steps)
+        elif s.cap is not None:
+            rooms.append(s.cap - self.n if self.n < s.cap else max(s.reserve, 1))
+        if st.quantised:
+            rooms.append(st.window + st.group - self.tail)
+        return max(min(rooms), 1)
+
+
+def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of sizes in buckets whose longest pads none by more than its own size or `limit`, whichever is more."""
+    made: list[list[int]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if made and sizes[made[-1][0]] - sizes[i] <= max(sizes[i], limit):
+            made[-1].append(i)
+        else:
+            made.append([i])
+    return made
+
+
+def _first(row: Row) -> tuple[int, int]:
+    """Entries in the first run of a row's older entries, and the slots that all of them take."""
+    group = row.storage.group
+    old = row.n - row.tail if row.storage.quantised else row.n
+    if not row.k_packed:
+        return old, old
+    first = row.k_packed[0].codes.shape[-2]
+    return first, -(-first // group) * group + sum(-(-p.codes.shape[-2] // group) * group for p in row.k_packed[1:])
+
+
+def _kind(storage: Storage, side: str, dim: int) -> tuple[int, int]:
+    """(bits, group) of the bank that one side goes to."""
+    if side == "k":
+        return storage.k_bits, storage.group if storage.k_bits < 16 else 1
+    return storage.v_bits, v_group(dim)
+
+
+def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> list[tuple[tuple[int, int], list[int]]]:
+    """Banks of one side as (kind, indices of rows); a row here is (heads, slots, storage)."""
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for i, (_, _, storage) in enumerate(rows):
+        kinds.setdefault(_kind(storage, side, dim), []).append(i)
+    return [
+        (kind, sorted(members[j] for j in bucket))
+        for kind, members in kinds.items()
+        for bucket in buckets([rows[i][1] for i in members], PADDING // (dim * max(rows[i][0] for i in members)))
+    ]
+
+
+def _columns(rows: Sequence[Row]) -> int:
+    """Where the cursor of a new tail stands: room for every tail there is, and for the windows of rows that evict."""
+    tails = [r.tail for r in rows if r.storage.quantised]
+    windows = [r.storage.window for r in rows if r.storage.quantised and r.schedule.cap is not None]
+    return max([*tails, *windows, 0])
+
+
+def allocation(rows: Sequence[tuple[Row, ...]]) -> int:
+    """Bytes that `Strands` of these rows (see there) will allocate when it is made."""
+    flat = [r for parts in rows for r in parts]
+    if not flat:
+        return 0
+    dim, size = flat[0].k_tail.shape[2], flat[0].dtype.itemsize
+    shapes = [(r.heads, _first(r)[1], r.storage) for r in flat]
+    strands = sum(r.heads for r in flat)
+    total, longest = 0, 0
+    for side in ("k", "v"):
+        for (bits, group), members in _layout(shapes, side, dim):
+            heads, slots = sum(shapes[i][0] for i in members), max(shapes[i][1] for i in members)
+            longest = max(longest, slots)
+            if bits == 16:
+                total += heads * slots * dim * size
+            else:
+                scales = slots // group * dim if side == "k" else slots * (dim // group)
+                total += heads * (slots * dim * bits // 8 + scales * 4)
+    columns = _columns(flat) + SPARE
+    beside = 5 if any(r.mass is not None for r in flat) else 1  # the mask, and the mass
+    positions = sum(r.positions.nbytes for r in flat if r.positions is not None)
+    return total + 2 * strands * columns * dim * size + strands * (longest + columns) * beside + positions
+
+
+class Strands:
+    """Rows of one layer: for each sequence its Row, or the rows of its heads where these hold different numbers."""
+
+    def __init__(self, rows: Sequence[tuple[Row, ...]]):
+        flat = [r for parts in rows for r in parts]
+        first = flat[0].k_tail
+        if any(r.dtype != first.dtype for r in flat):
+            raise ValueError(f"rows of a batch are stored alike, got {sorted({str(r.dtype) for r in flat})}")
+        self.heads = sum(r.heads for r in rows[0])
+        self.dim, self.sequences = first.shape[2], len(rows)
+        self.clock = 0  # tokens taken in
+        self.parts: list[Part] = []
+        for i, parts in enumerate(rows):
+            at = i * self.heads
+            for row in parts:
+                self.parts.append(self._part(row, i, at))
+                at += row.heads
+        # Bytes held by each sequence: base + one x clock. Only events change base; nothing is counted per step.
+        self.base, self.one = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+        self.area = np.zeros(len(rows), dtype=np.int64)  # the sum of the bytes held after each token
+        self.trace: Ints = np.zeros((0, len(rows)), dtype=np.int64)
+        for part, row in zip(self.parts, flat, strict=True):
+            self.base[part.sequence] += row.bytes
+            self.one[part.sequence] += row.bytes_per_token
+        self.cursor = _columns(flat)  # the tail's next free column
+        self._where: Tensor | None = None
+        total = self.sequences * self.heads
+        self.k_tail = first.new_zeros(total, self.cursor + SPARE, self.dim)
+        self.v_tail = torch.zeros_like(self.k_tail)
+        self.k_banks, self.v_banks = self._banks(flat, "k", first), self._banks(flat, "v", first)
+        self.slots = max(b.slots for b in self.k_banks)
+        self.hidden = torch.ones(total, self.slots + self.k_tail.shape[1], dtype=torch.bool, device=first.device)
+        self.hidden[:, self.slots + self.cursor :] = False
+        self.mass = torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
+        for part, row in zip(self.parts, flat, strict=True):
+            self._lay(part, row)
+        self._look_ahead()
+
+    def _part(self, row: Row, sequence: int, at: int) -> Part:
+        first, slots = _first(row)
+        return Part(
+            sequence, at, row.heads, row.storage, row.schedule, row.choose,
+            n=row.n, tail=0, seen=row.seen, steps=row.steps, clock=0, positions=None, first=first, slots=slots,
+            summed=row.mass is not None,
+        )  # fmt: skip
+
+    def _banks(self, rows: Sequence[Row], side: Literal["k", "v"], like: Tensor) -> list[Bank]:
+        banks = []
+        layout = _layout([(p.heads, p.slots, p.storage) for p in self.parts], side, self.dim)
+        for number, ((bits, group), members) in enumerate(layout):
+            strands: list[int] = []
+            for i in members:
+                part = self.parts[i]
+                setattr(part, side, (number, len(strands)))
+                strands += range(part.at, part.at + part.heads)
+            slots = max(self.parts[i].slots for i in members)
+            banks.append(Bank(strands, slots, bits, group, "channel" if side == "k" else "token", like, self.dim))
+        return banks
+
+    def _lay(self, part: Part, row: Row) -> None:
+        """Lay a row's entries down where its part says; `first` and `slots` are set, and there is room for them."""
+        s, group = row.storage, row.storage.group
+        tail = row.tail if s.quantised else 0
+        old = row.n - tail
+        gap = part.slots - old if len(row.k_packed) > 1 else 0  # between the first run and the groups after it
+        bank, start = self.k_banks[part.k[0]], part.k[1]
+        slot = 0
+        for piece in row.k_packed:
+            bank.write(start, slot, piece)
+            slot += -(-piece.codes.shape[-2] // group) * group
+        if s.k_bits == 16 and old:
+            bank.write(start, 0, row.k_tail[:, :old])
+        values = row.v_packed if s.v_bits < 16 else row.v_tail[:, :old]
+        if values is not None and old:
+            bank, start = self.v_banks[part.v[0]], part.v[1]
+            bank.write(start, 0, _cut(values, 0, part.first))
+            if gap:
+                bank.write(start, part.first + gap, _cut(values, part.first, old))
+        mine, at = self.hidden[part.strands], self.slots + self.cursor
+        mine[:, :at] = True
+        mine[:, : part.first] = False
+        if gap:
+            mine[:, part.first + gap : part.slots] = False
+        if tail:
+            mine[:, at - tail : at] = False
+            self.k_tail[part.strands, self.cursor - tail : self.cursor] = row.k_tail[:, row.k_tail.shape[1] - tail :]
+            self.v_tail[part.strands, self.cursor - tail : self.cursor] = row.v_tail[:, row.v_tail.shape[1] - tail :]
+        if self.mass is not None and row.mass is not None:
+            sums = self.mass[part.strands].zero_()
+            sums[:, : part.first] = row.mass[:, : part.first]
+            if gap:
+                sums[:, part.first + gap : part.slots] = row.mass[:, part.first : old]
+            sums[:, at - tail : at] = row.mass[:, old:]
+        part.n, part.tail, part.storage, part.positions = row.n, tail, s, row.positions
+        self._where = None
+
+    # What is held
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of every tensor, padding and spare room included."""
+        held = [self.k_tail, self.v_tail, self.hidden, self.mass, *(p.positions for p in self.parts), self._where]
+        return sum(t.nbytes for t in held if t is not None) + sum(b.nbytes for b in (*self.k_banks, *self.v_banks))
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the tail, the mask and the mass."""
+        mass = 0 if self.mass is None else self.mass.nbytes
+        return self.k_tail.nbytes + self.v_tail.nbytes + self.hidden.nbytes + mass
+
+    @property
+    def held(self) -> Ints:
+        """Bytes of the entries of each sequence."""
+        return self.base + self.one * self.clock
+
+    @property
+    def longest(self) -> int:
+        """Tokens seen by the longest sequence."""
+        return self._ahead + self.clock
+
+    def count(self, sequence: int) -> list[int]:
+        """Entries of each KV head."""
+        return [p.touch(self.clock).n for p in self.parts if p.sequence == sequence for _ in range(p.heads)]
+
+    def rows(self) -> list[tuple[Row, ...]]:
+        """What is held, as rows at rest."""
+        made: list[list[Row]] = [[] for _ in range(self.sequences)]
+        for part in self.parts:
+            made[part.sequence].append(self._row(part.touch(self.clock)))
+        return [tuple(x) for x in made]
+
+    def _positions(self, part: Part) -> Tensor | None:
+        """Original positions of all entries: those laid down, then one after the other."""
+        known = part.positions
+        if known is None:
+            return None
+        new = part.n - known.shape[-1]
+        after = torch.arange(part.seen - new, part.seen, dtype=torch.int32, device=known.device)
+        return torch.cat([known, after.expand(*known.shape[:-1], new)], dim=-1)
+
+    def _row(self, part: Part) -> Row:
+        s, old = part.storage, part.n - part.tail
+        runs = [(0, part.first)]
+        if old > part.first:
+            runs.append((part.slots - (old - part.first), part.slots))
+        sides: list[list[Packed | Tensor]] = []
+        for bank, start in ((self.k_banks[part.k[0]], part.k[1]), (self.v_banks[part.v[0]], part.v[1])):
+            sides.append([bank.read(start, part.heads, a, b) for a, b in runs if b > a])
+        tails = []
+        for x, pieces in zip((self.k_tail, self.v_tail), sides, strict=True):
+            kept = [p for p in pieces if isinstance(p, Tensor)]
+            tails.append(torch.cat([*kept, x[part.strands, self.cursor - part.tail : self.cursor]], dim=1))
+        k = tuple(p for p in sides[0] if isinstance(p, Packed))
+        v = [p for p in sides[1] if isinstance(p, Packed)]
+        mass = None
+        if self.mass is not None and part.summed:
+            runs.append((self.slots + self.cursor - part.tail, self.slots + self.cursor))
+            mass = torch.cat([self.mass[part.strands, a:b] for a, b in runs], dim=1)
+        return Row.of(
+            k,
+            _join(v) if v else None,
+            *tails,
+            self._positions(part),
+            s,
+            seen=part.seen,
+            schedule=part.schedule,
+            choose=part.choose,
+            steps=part.steps,
+            mass=mass,
+        )
+
+    # Other selections of the same sequences
+
+    def fork(self) -> Strands:
+        """An independent twin; banks are shared until either writes to them."""
+        return self.pick(range(self.sequences))
+
+    def pick(self, sequences: Sequence[int]) -> Strands:
+        """These sequences, in this order, with repetition."""
+        twin = copy.copy(self)
+        order = list(sequences)
+        twin.sequences, twin.parts = len(order), []
+        for name in ("base", "one", "area"):
+            setattr(twin, name, getattr(self, name)[order])
+        twin.trace = self.trace[:, order]
+        sources: list[Part] = []
+        for new, old in enumerate(order):
+            for part in (p for p in self.parts if p.sequence == old):
+                at = new * self.heads + part.at - old * self.heads
+                sources.append(part)
+                twin.parts.append(replace(part, sequence=new, at=at))
+        strands = [old * self.heads + h for old in order for h in range(self.heads)]
+        index = torch.tensor(strands, device=self.k_tail.device)
+        twin.k_tail, twin.v_tail, twin.hidden = self.k_tail[index], self.v_tail[index], self.hidden[index]
+        twin.mass = self.mass[index] if self.mass is not None and any(p.summed for p in twin.parts) else None
+        twin._where = None
+        twin.k_banks, twin.v_banks = (self._picked(sources, twin.parts, side) for side in ("k", "v"))
+        twin._look_ahead()
+        return twin
+
+    def _picked(self, sources: list[Part], parts: list[Part], side: str) -> list[Bank]:
+        members: dict[int, list[int]] = {}
+        for i, part in enumerate(sources):
+            members.setdefault(getattr(part, side)[0], []).append(i)
+        banks = []
+        for number, (old, inside) in enumerate(members.items()):
+            local: list[int] = []
+            strands: list[int] = []
+            for i in inside:
+                start, heads = getattr(sources[i], side)[1], parts[i].heads
+                setattr(parts[i], side, (number, len(strands)))
+                local += range(start, start + heads)
+                strands += range(parts[i].at, parts[i].at + heads)
+            bank: Bank = getattr(self, f"{side}_banks")[old]
+            banks.append(bank.pick(local, strands, max(parts[i].slots for i in inside)))
+        return banks
+
+    # Taking in tokens
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Take in q tokens, keys, values (B, H, q, d), and attend from query (B, H_q, q, d): (B, H_q, q, d)."""
+        grouped = (query * scaling).reshape(self.sequences * self.heads, -1, *query.shape[2:])
+        out, done = torch.empty_like(grouped), 0
+        for taken in self.feed(keys, values):
+            out[:, :, done : done + taken] = self._attention(grouped[:, :, done : done + taken], window)
+            done += taken
+        return out.view(query.shape)
+
+    def feed(self, keys: Tensor, values: Tensor) -> Iterator[int]:
+        """Append keys, values (B, H, q, d) piece by piece; yields the length of each piece while it is the newest.
+
+        Within a piece nothing packs or evicts; both happen when the next piece is asked for.
+        """
+        q, done = keys.shape[2], 0
+        keys, values = keys.reshape(-1, q, self.dim), values.reshape(-1, q, self.dim)
+        trace = []
+        while done < q:
+            if self.clock >= self._full:
+                for part in self.parts:
+                    if part.touch(self.clock).full:
+                        cap, reserve = part.schedule.cap or 1, part.schedule.reserve
+                        self.evict(part, max(cap - max(reserve, 1), 1))
+                self._look_ahead()
+            taken = min(q - done, self._due - self.clock, PIECE)
+            if self.cursor + taken > self.k_tail.shape[1]:
+                self._shift(taken)
+            at = slice(self.cursor, self.cursor + taken)
+            self.k_tail[:, at] = keys[:, done : done + taken]
+            self.v_tail[:, at] = values[:, done : done + taken]
+            self.cursor, self.clock, done = self.cursor + taken, self.clock + taken, done + taken
+            yield taken
+            trace.append(self.base + self.one * np.arange(self.clock - taken + 1, self.clock)[:, None])
+            if self.clock >= self._due:
+                self._settle()
+            trace.append(self.held[None])
+        self.trace = np.concatenate(trace)
+        self.area = self.area + self.trace.sum(0)
+
+    def _look_ahead(self) -> None:
+        """When the next row must evict before a token comes (_full), and when one packs or evicts after it (_due)."""
+        self._full, self._due = NEVER, NEVER
+        self._ahead = max(p.seen - p.clock for p in self.parts)
+        for part in self.parts:
+            if part.touch(self.clock).full:
+                self._full = self.clock
+            self._due = min(self._due, self.clock + part.room())
+        self._masked = bool(self.hidden[:, : self.slots + self.cursor].any())
+
+    def _settle(self) -> None:
+        """Pack the groups that left the window, evict what is over its cap after beta tokens ("paper")."""
+        for part in self.parts:
+            s = part.touch(self.clock).schedule
+            due = s.cap is not None and s.overshoot == "paper" and part.steps >= s.beta
+            if due and s.cap is not None and part.n > s.cap:
+                self.evict(part, s.cap)
+                continue
+            part.steps = 0 if due else part.steps
+            st = part.storage
+            if st.quantised and (count := max(part.tail - st.window, 0) // st.group * st.group):
+                self._pack(part, count)
+        self._look_ahead()
+
+    def _pack(self, part: Part, count: int) -> None:
+        """Move a part's oldest `count` entries from the tail to its banks."""
+        st, begin = part.storage, self.cursor - part.tail
+        old = slice(begin, begin + count)
+        saved = 0
+        k: Packed | Tensor = self.k_tail[part.strands, old]
+        v: Packed | Tensor = self.v_tail[part.strands, old]
+        if st.k_bits < 16:
+            packed = quantise_k(self.k_tail[part.strands, old], st.k_bits, st.group)
+            saved += self.k_tail[part.strands, old].nbytes - sum(t.nbytes for t in packed.tensors())
+            k = packed
+        if st.v_bits < 16:
+            packed = quantise_v(self.v_tail[part.strands, old], st.v_bits)
+            saved += self.v_tail[part.strands, old].nbytes - sum(t.nbytes for t in packed.tensors())
+            v = packed
+        slot = part.slots
+        if part.n - part.tail == part.first == slot:  # the first run goes on where it ends on a whole group
+            part.first += count
+        self._reserve(part, slot + count)
+        self.k_banks[part.k[0]].write(part.k[1], slot, k)
+        self.v_banks[part.v[0]].write(part.v[1], slot, v)
+        self.hidden[part.strands, slot : slot + count] = False
+        self.hidden[part.strands, self.slots + begin : self.slots + begin + count] = True
+        if self.mass is not None:
+            moved = self.mass[part.strands, self.slots + begin : self.slots + begin + count]
+            self.mass[part.strands, slot : slot + count] = moved
+            moved.zero_()
+        part.slots, part.tail = slot + count, part.tail - count
+        self.base[part.sequence] -= saved
+        self._where = None
+
+    def _reserve(self, part: Part, slots: int) -> None:
+        """Room for `slots` of a part in its banks, and in the mask."""
+        banks = self.k_banks[part.k[0]], self.v_banks[part.v[0]]
+        for bank in banks:
+            bank.reserve(slots)
+        if (more := max(b.slots for b in banks) - self.slots) > 0:
+            unused = self.hidden.new_ones(self.hidden.shape[0], more)
+            self.hidden = torch.cat([self.hidden[:, : self.slots], unused, self.hidden[:, self.slots :]], dim=1)
+            if self.mass is not None:
+                parts = self.mass[:, : self.slots], self.mass.new_zeros(unused.shape), self.mass[:, self.slots :]
+                self.mass = torch.cat(parts, dim=1)
+            self.slots += more
+
+    def _shift(self, new: int) -> None:
+        """Make `new` free columns: rows that never pack lay their tail down, the others' moves to the left end."""
+        for part in self.parts:
+            if not part.touch(self.clock).storage.quantised and part.tail:
+                self._pack(part, part.tail)
+        evicting = [p.storage.window for p in self.parts if p.storage.quantised and p.schedule.cap is not None]
+        keep = min(max([0, *(p.tail for p in self.parts), *evicting]), self.cursor)
+        begin, size = self.cursor - keep, self.k_tail.shape[1]
+        spare = max(SPARE, new) if size < keep + new else size - keep
+        hidden = self.hidden[:, self.slots + begin : self.slots + self.cursor]
+        free = hidden.new_zeros(hidden.shape[0], spare)
+        self.hidden = torch.cat([self.hidden[:, : self.slots], hidden, free], dim=1)
+        if self.mass is not None:
+            sums = self.mass[:, self.slots + begin : self.slots + self.cursor]
+            self.mass = torch.cat([self.mass[:, : self.slots], sums, self.mass.new_zeros(free.shape)], dim=1)
+        for name in ("k_tail", "v_tail"):
+            x = getattr(self, name)
+            setattr(self, name, torch.cat([x[:, begin : self.cursor], x.new_zeros(x.shape[0], spare, self.dim)], dim=1))
+        self.cursor, self._where = keep, None
+        self._look_ahead()
+
+    def evict(self, part: Part, keep: int) -> None:
+        """Keep `keep` entries per head, chosen by the method's own scorer from what is still held."""
+        if keep >= part.n:
+            return
+        if part.choose is None:
+            raise RuntimeError("a row with a cap needs a scorer that can score while decoding")
+        old = self._row(part)
+        keys, values = old.dense(torch.float32)
+        observed = {} if old.mass is None else {"mass": old.mass}
+        index = part.choose(keys, values, old.true_positions(), part.seen, keep, observed)
+        mass = None if old.mass is None else old.mass.gather(1, index.expand(len(old.mass), -1))
+        keys, values, kept = gather(keys, values, old.true_positions(), index)
+        form: Literal["shared", "per_head"] = "per_head" if index.shape[0] > 1 else "shared"
+        storage = replace(part.storage, positions=form)
+        row = Row(keys, values, kept, storage, seen=part.seen, dtype=old.dtype, mass=mass)
+        part.first, part.slots = _first(row)
+        part.steps = 0
+        self._reserve(part, part.slots)
+        self._lay(part, row)
+        rate = row.bytes_per_token - old.bytes_per_token
+        self.one[part.sequence] += rate
+        self.base[part.sequence] += row.bytes - old.bytes - rate * self.clock
+
+    # Attention
+
+    def _attention(self, query: Tensor, window: int | None) -> Tensor:
+        """Scaled queries (S, G, p, d) of the newest p tokens over all that is held, themselves included."""
+        strands, group, p, dim = query.shape
+        n = self.slots + self.cursor
+        size, out = max(LOGITS // (strands * group * n), 1), []
+        for start in range(0, p, size):
+            part = query[:, :, start : start + size]
+            q = part.shape[2]
+            flat = part.reshape(strands, group * q, dim)
+            logits = flat.new_empty(strands, group * q, n)
+            for bank in self.k_banks:
+                bank.score(flat, logits)
+            tail = self.k_tail[:, : self.cursor].to(flat.dtype)
+            logits[:, :, self.slots :] = torch.bmm(flat, tail.mT)
+            if self._masked:
+                logits.masked_fill_(self.hidden[:, None, :n], -torch.inf)
+            if p > 1 or window is not None:
+                self._hide(logits.view(strands, group, q, n), start, p, window)
+            probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+            if self.mass is not None:
+                self.mass[:, :n] += probs.sum(1)
+            probs = probs.to(flat.dtype)
+            mixed = torch.bmm(probs[:, :, self.slots :], self.v_tail[:, : self.cursor].to(flat.dtype))
+            for bank in self.v_banks:
+                bank.mix(probs, mixed)
+            out.append(mixed.view(strands, group, q, dim))
+        return torch.cat(out, dim=2) if len(out) > 1 else out[0]
+
+    def _hide(self, logits: Tensor, start: int, p: int, window: int | None) -> None:
+        """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, and what left `window`."""
+        q, n = logits.shape[2:]
+        me = torch.arange(start, start + q, device=logits.device)
+        later = torch.arange(p, device=logits.device) > me[:, None]
+        logits[..., n - p :].masked_fill_(later, -torch.inf)
+        if window is not None:
+            where, ahead = self._places()
+            at = (ahead[:, None] + (self.clock - p) + me)[..., None]  # (S, q, 1): the queries' own positions
+            logits.masked_fill_((at - where[:, None, :n] >= window)[:, None], -torch.inf)
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """True positions (S, slots + columns) of what lies where, and (S,) how far each strand is ahead of the clock.
+
+        Kept until rows pack or evict: a column to come holds the position to come.
+        """
+        if self._where is None:
+            device = self.hidden.device
+            ahead = [p.touch(self.clock).seen - self.clock for p in self.parts for _ in range(p.heads)]
+            self._ahead_of = torch.tensor(ahead, device=device)
+            columns = torch.arange(self.k_tail.shape[1], device=device) + (self.clock - self.cursor)
+            where = torch.zeros(self.hidden.shape, dtype=torch.int64, device=device)
+            where[:, self.slots :] = self._ahead_of[:, None] + columns
+            for part in self.parts:
+                known = self._positions(part)
+                known = torch.arange(part.n, device=device) if known is None else known.long()
+                old, end, mine = part.n - part.tail, self.slots + self.cursor, where[part.strands]
+                mine[:, : part.first] = known[..., : part.first]
+                if old > part.first:
+                    mine[:, part.slots - (old - part.first) : part.slots] = known[..., part.first : old]
+                mine[:, end - part.tail : end] = known[..., old:]
+            self._where = where
+        return self._where, self._ahead_of
+
+
+def _cut(side: Packed | Tensor, begin: int, end: int) -> Packed | Tensor:
+    """Entries begin ... end of values, packed or not."""
+    if isinstance(side, Tensor):
+        return side[:, begin:end]
+    return replace(side, codes=side.codes[:, begin:end], step=side.step[:, begin:end], zero=side.zero[:, begin:end])
+
+
+def _join(pieces: list[Packed]) -> Packed:
+    """Packed values one after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    codes, step, zero = (torch.cat(x, dim=1) for x in zip(*(p.tensors() for p in pieces), strict=True))
+    return replace(pieces[0], codes=codes, step=step, zero=zero)

@@ -1,0 +1,242 @@
+"""Rows side by side against one row after the other, computed naively from what each holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moend.cache.bank import Bank
+from moend.cache.packing import numbers, pack, quantise_k, quantise_v, unpack
+from moend.cache.row import PROMPT_ONLY, Row, Schedule
+from moend.cache.strands import PADDING, Strands, allocation, buckets
+from moend.plan import Storage
+
+HEADS, GROUP, DIM, SEEN = 2, 3, 16, 200
+
+
+def newest(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, now: int, keep: int, *_: Any) -> Any:
+    """A chooser: the newest entries and every third of the others while they last, the same for all heads."""
+    n = keys.shape[1]
+    old = list(range(0, n, 3))[: keep // 2]
+    rest = [i for i in range(n) if i not in old]
+    return torch.tensor(sorted(old + rest[len(rest) - (keep - len(old)) :]))[None]
+
+
+def row(n: int, storage: Storage, schedule: Schedule = PROMPT_ONLY, heads: int = HEADS) -> Row:
+    """A row of n random entries at random positions of SEEN."""
+    keys, values = torch.randn(2, heads, n, DIM)
+    positions = torch.stack([torch.randperm(SEEN)[:n].sort().values for _ in range(heads)])
+    return Row(
+        keys, values, positions, storage, seen=SEEN, dtype=torch.float32, schedule=schedule,
+        choose=None if schedule is PROMPT_ONLY else newest, mass=torch.rand(heads, n) if storage.mass else None,
+    )  # fmt: skip
+
+
+def naive(
+    rows: tuple[Row, ...], query: torch.Tensor, scaling: float, window: int | None, received: torch.Tensor
+) -> torch.Tensor:
+    """Attention of the newest q queries (H_q, q, d) over what rows hold, head by head and query by query.
+
+    What each position receives is added to received (H, positions).
+    """
+    q, out, head = query.shape[1], torch.empty_like(query), 0
+    for part in rows:
+        keys, values = part.dense(torch.float32)
+        at = part.true_positions().expand(part.heads, -1)
+        for h in range(part.heads):
+            for j in range(q):
+                me = part.seen - q + j
+                seen = at[h] <= me
+                if window is not None:
+                    seen &= me - at[h] < window
+                for g in range(GROUP):
+                    logits = keys[h, seen] @ query[head * GROUP + g, j] * scaling
+                    out[head * GROUP + g, j] = logits.softmax(0) @ values[h, seen]
+                    received[head, at[h, seen]] += logits.softmax(0)
+            head += 1
+    return out
+
+
+def received(rows: tuple[Row, ...]) -> torch.Tensor:
+    """(H, positions): the mass that rows hold, by position."""
+    out, head = torch.zeros(HEADS, 2000), 0
+    for part in rows:
+        if part.mass is not None:
+            out[head : head + part.heads].scatter_(1, part.true_positions().long(), part.mass)
+        head += part.heads
+    return out
+
+
+FORMS = st.builds(
+    lambda k, v, form, mass: Storage(k, v, *form, "per_head", mass),
+    st.sampled_from([16, 8, 4, 2]),
+    st.sampled_from([16, 8, 4, 2]),
+    st.sampled_from([(32, 32), (16, 40), (32, 0), (16, 5)]),
+    st.booleans(),
+)
+
+
+@st.composite
+def sequences(draw: Any) -> tuple[Row, ...]:
+    """One sequence: a row of all heads that may evict while decoding, or a row per head, each of its own length."""
+    storage, lengths = draw(FORMS), st.integers(1, 150)
+    if draw(st.booleans()):
+        return tuple(row(draw(lengths), storage, heads=1) for _ in range(HEADS))
+    n = draw(lengths)
+    kind = draw(st.sampled_from(["prompt", "counted", "paper"]))
+    if kind == "prompt":
+        return (row(n, storage),)
+    return (row(n, storage, Schedule(max(n + 3, 8), max(n // 4, 1), 7, kind)),)
+
+
+@pytest.mark.req(5)
+@pytest.mark.req(13)
+@settings(deadline=None, max_examples=50)
+@given(st.lists(sequences(), min_size=1, max_size=4), st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())
+def test_side_by_side_equals_one_by_one(held, feeds, data):
+    """Any rows in any company, ragged heads, evictions, forks and picks on the way: naive attention over each."""
+    torch.manual_seed(0)
+    strands, twins, sums = Strands(held), [Strands([x]) for x in held], [received(x) for x in held]
+    assert strands.allocated == allocation(held)
+    for q in feeds:
+        if data.draw(st.booleans()):
+            order = data.draw(st.lists(st.integers(0, len(twins) - 1), min_size=1, max_size=4))
+            before, strands = strands, strands.pick(order)
+            twins, sums = [twins[i].fork() for i in order], [sums[i].clone() for i in order]
+            new = torch.randn(2, before.sequences, HEADS, 3, DIM)
+            for _ in before.feed(*new):  # what is left behind goes its own way
+                pass
+        query = torch.randn(len(twins), HEADS * GROUP, q, DIM)
+        keys, values = torch.randn(2, len(twins), HEADS, q, DIM)
+        window = data.draw(st.sampled_from([None, 60]))
+        ours = strands.attend(query, keys, values, 0.3, window)
+        for i, twin in enumerate(twins):
+            done = 0
+            for taken in twin.feed(keys[i : i + 1], values[i : i + 1]):
+                part = slice(done, done + taken)
+                reference = naive(twin.rows()[0], query[i, :, part], 0.3, window, sums[i])
+                assert (ours[i, :, part] - reference).abs().max() < 1e-4
+                done += taken
+            for a, b in zip(strands.rows()[i], twin.rows()[0], strict=True):
+                assert (a.n, a.seen, a.steps, a.bytes) == (b.n, b.seen, b.steps, b.bytes)
+                assert torch.equal(a.true_positions(), b.true_positions())
+                assert (a.mass is None) == (b.mass is None)
+                for x, y in zip(a.dense(torch.float32), b.dense(torch.float32), strict=True):
+                    assert torch.equal(x, y)
+            summed = received(strands.rows()[i])
+            torch.testing.assert_close(summed, torch.where(summed > 0, sums[i], 0.0), atol=1e-4, rtol=1e-4)
+        assert strands.held.tolist() == [sum(r.nbytes() for r in x) for x in strands.rows()]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(sequences(), min_size=1, max_size=4), st.integers(1, 90))
+def test_there_and_back_is_the_same(held, q):
+    """Rows laid side by side, grown, taken out as rows and laid again: the same entries, bytes and next output."""
+    torch.manual_seed(0)
+    strands = Strands(held)
+    for a, b in zip(strands.rows(), held, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert (x.n, x.tail, x.bytes) == (y.n, y.tail, y.bytes)
+            assert all(torch.equal(s, t) for s, t in zip(x.dense(torch.float32), y.dense(torch.float32), strict=True))
+    for _ in strands.feed(*torch.randn(2, len(held), HEADS, q, DIM)):
+        pass
+    again = Strands(strands.rows())
+    assert again.held.tolist() == strands.held.tolist()
+    query = torch.randn(len(held), HEADS * GROUP, 20, DIM)
+    new = torch.randn(2, len(held), HEADS, 20, DIM)
+    assert (again.attend(query, *new, 0.3, None) - strands.attend(query, *new, 0.3, None)).abs().max() < 1e-5
+
+
+def test_what_is_allocated_beyond_what_is_held_stays_bounded():
+    """Long generation of a row that never packs, one that packs, one with a cap: padding and spare room as promised."""
+    rows = [
+        (row(100, Storage(16, 16, 32, 32, "per_head")),),
+        (row(120, Storage(8, 4, 32, 32, "per_head")),),
+        (row(60, Storage(4, 16, 16, 16, "per_head"), Schedule(64, 8)),),
+    ]
+    strands = Strands(rows)
+    tail = (32 + 32 + 32) * 2 * DIM * 4 * HEADS * len(rows)  # window, group and spare columns of K and V
+    for _ in range(400):
+        for _ in strands.feed(*torch.randn(2, 3, HEADS, 1, DIM)):
+            pass
+        banks = sum(b.nbytes for b in (*strands.k_banks, *strands.v_banks))
+        assert banks <= 1.125 * (strands.held.sum() + 3 * PADDING * 4)
+        assert strands.k_tail.nbytes + strands.v_tail.nbytes <= tail
+    assert strands.count(0) == [500, 500]
+    assert strands.allocated == sum(
+        t.untyped_storage().nbytes()
+        for t in [strands.k_tail, strands.v_tail, strands.hidden]
+        + [x for b in (*strands.k_banks, *strands.v_banks) for x in (b.x, b.step, b.zero)]
+        + [p.positions for p in strands.parts]
+    )
+
+
+def test_a_row_that_leaves_takes_its_padding_along():
+    """The shorter row of a bank, alone, holds no more slots than it uses, and computes what it did."""
+    for storage in (Storage(16, 16, 16, 16, "per_head"), Storage(8, 4, 16, 16, "per_head")):
+        long, short = row(150, storage), row(90, storage)
+        strands = Strands([(long,), (short,)])
+        assert [len(b.strands) for b in strands.k_banks] == [2 * HEADS]
+        alone = strands.pick([1])
+        banks = sum(b.nbytes for b in (*alone.k_banks, *alone.v_banks))
+        assert banks == sum(b.nbytes for s in [Strands([(short,)])] for b in (*s.k_banks, *s.v_banks))
+        query, new = torch.randn(2, HEADS * GROUP, 4, DIM), torch.randn(2, 2, HEADS, 4, DIM)
+        both = strands.attend(query, *new, 0.3, None)
+        assert (alone.attend(query[1:], *new[:, 1:], 0.3, None) - both[1:]).abs().max() < 1e-5
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(0, 500))
+def test_buckets_hold_all_and_pad_little(sizes, limit):
+    made = buckets(sizes, limit)
+    assert sorted(i for b in made for i in b) == list(range(len(sizes)))
+    for b in made:
+        longest = max(sizes[i] for i in b)
+        assert all(longest - sizes[i] <= max(sizes[i], limit) for i in b)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([16, 8, 4, 2]),
+    st.sampled_from([(16, 16), (64, 64), (128, 64), (96, 48), (80, 40)]),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([1, 5, 40]),
+)
+def test_scales_fold_into_queries_and_probabilities(bits, dims, strands, groups, q):
+    """q . k and sum p v over codes with folded scales equal those over dequantised entries, one or many queries."""
+    dim, v_group = dims
+    m = groups * 32
+    x, query, probs = torch.randn(strands, m, dim), torch.randn(strands, q, dim), torch.rand(strands, q, m)
+    for per, group in (("channel", 32), ("token", v_group)):
+        bank = Bank(range(strands), m, bits, group, per, torch.zeros(0), dim)
+        piece = x if bits == 16 else quantise_k(x, bits, 32) if per == "channel" else quantise_v(x, bits)
+        bank.write(0, 0, piece)
+        dense = piece if isinstance(piece, torch.Tensor) else piece.dequantise()
+        if per == "channel":
+            out = torch.empty(strands, q, m + 3)
+            bank.score(query, out)
+            assert (out[:, :, :m] - query @ dense.mT).abs().max() < 1e-3
+        else:
+            out = torch.zeros(strands, q, dim)
+            bank.mix(probs, out)
+            assert (out - probs @ dense).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_the_codes(bits, dtype):
+    codes = torch.randint(0, 2**bits, (3, 5, 64), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert torch.equal(numbers(packed, bits, dtype), unpack(packed, bits).to(dtype))
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+def test_rows_of_different_stores_are_refused():
+    a = row(5, Storage())
+    b = Row(*torch.randn(2, HEADS, 5, DIM), None, Storage(), seen=5, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="stored alike"):
+        Strands([(a,), (b,)])
