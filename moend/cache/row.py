@@ -169,8 +169,9 @@ def ragged(
 
 def gather(keys: Tensor, values: Tensor, positions: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Entries at index (H or 1, k; 1 is shared by all heads) of keys, values (H, n, d) and positions (n,) or (H, n)."""
-    heads, _, dim = keys.shape
-    at = index.expand(heads, -1)[..., None].expand(-1, -1, dim)
     where = positions if positions.ndim == 2 else positions.expand(index.shape[0], -1)
     kept = where.gather(1, index.expand(where.shape[0], -1))
-    return keys.gather(1, at), values.gather(1, at), kept if kept.shape[0] > 1 else kept[0]
+    # whole vectors are copied this way, where gather would copy number by number
+    at = slice(None) if index.shape[0] == 1 else torch.arange(keys.shape[0], device=keys.device)[:, None]
+    of = index[0] if index.shape[0] == 1 else index
+    return keys[at, of], values[at, of], kept if kept.shape[0] > 1 else kept[0]
