@@ -22,8 +22,10 @@ from moend.cache import CompressedCache, Prefilled, Row, attention_of, cache_arg
 from moend.errors import UserError
 from moend.methods import BoundMethod
 from moend.models import LoadedModel
+from moend.passes import OBSERVATIONS, Passes, diagnose, request, routing_flips
 from moend.plan import Arch, eq1_bytes
 from moend.rope import Rotary, rotary
+from moend.routers import Routing, find
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Outcome:
     effective_keep: list[float] = field(default_factory=list)
     k_bits: list[int] = field(default_factory=list)
     v_bits: list[int] = field(default_factory=list)
+    diagnostics: dict[str, Any] = field(default_factory=dict)
     answer_nll: float | None = None
     token_accuracy: float | None = None
     fused_rows: int = 1
@@ -123,9 +126,18 @@ class Engine:
     chunk: tokens per forward pass, those of all rows together. max_bytes: bound on the bytes allocated for caches that
     decode together, padding included (None: none; one cell always decodes).
     fuse: decode the cells of an example as one batch; False decodes them one by one, for honest speeds.
+    flips: also measure how often compression changes the routing of the gold answer (`diagnostics`).
     """
 
-    def __init__(self, loaded: LoadedModel, *, chunk: int = 1024, max_bytes: int | None = None, fuse: bool = True):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        chunk: int = 1024,
+        max_bytes: int | None = None,
+        fuse: bool = True,
+        flips: bool = False,
+    ):
         if chunk < 1:
             raise UserError(f"engine.chunk must be at least 1, got {chunk}")
         self.loaded, self.model, self.arch = loaded, loaded.model, loaded.arch
@@ -133,6 +145,20 @@ class Engine:
         self.scaling = attention_scaling(loaded.model)
         self.eos = _eos_ids(loaded)
         self.keeps_logits = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
+        self.flips = flips
+        self._routing: Routing | None = None
+
+    def admit(self, method: BoundMethod, *, question_visible: bool, asks: bool = True) -> None:
+        """UserError where a method cannot work on this model, or with these prompts; asks: they hold a question."""
+        made = method.method.make_scorer()
+        wanted = set(made.observes) if made is not None else set()
+        if "routing_query" in wanted and not (question_visible and asks):
+            what = "which question_visible=false hides" if asks else "and these prompts ask none"
+            raise UserError(f"{method.method.name} goes by the question, {what}: set method.mode=recon")
+        if wanted & {"reconstruction", "routing_recon"}:
+            request(self.loaded.tokenizer, self.loaded.spec.reconstruction)
+        if wanted & {"routing_recon", "routing_query"}:
+            find(self.model)
 
     @torch.no_grad()
     def run(
@@ -161,7 +187,7 @@ class Engine:
         new = total - cut - 1  # fed after compression: the rest of the prompt and all but the last output token
         with attention_of(self.model):
             begin = time.perf_counter()
-            prefilled = self._prefill(ids[:cut], jobs)
+            prefilled = self._observe(self._prefill(ids[:cut], jobs), ids[:cut], jobs, rendered, new)
             prefill_seconds = time.perf_counter() - begin
             prefill_bytes = sum(
                 t.nbytes for x in prefilled.layers for t in (x.keys, x.values, x.queries) if t is not None
@@ -185,9 +211,37 @@ class Engine:
             self.model,
             tokens,
             last_queries=max((m.last_queries for m in made), default=0),
-            observe={name for m in made for name in m.observes},
+            observe={name for m in made for name in m.observes if name not in OBSERVATIONS},
             chunk=self.chunk,
         )
+
+    def _observe(
+        self, prefilled: Prefilled, ids: list[int], jobs: Sequence[Job], rendered: Rendered, new: int
+    ) -> Prefilled:
+        """The extra passes that cells need which drop something: each once, whoever asks."""
+        wanted: set[str] = set()
+        for job in jobs:
+            made = job.method.method.make_scorer()
+            if made is not None and not job.method.fits(len(ids), new):
+                wanted |= set(made.observes) & set(OBSERVATIONS)
+        if not wanted:
+            return prefilled
+        recon = wanted & {"reconstruction", "routing_recon"}
+        passes = Passes(
+            self.model,
+            self.arch.max_positions,
+            request(self.loaded.tokenizer, self.loaded.spec.reconstruction) if recon else None,
+            self.routing(ids) if wanted & {"routing_recon", "routing_query"} else None,
+            self.chunk,
+        )
+        stop = min(max(rendered.context_tokens, 1), len(ids))
+        return passes.observe(prefilled, wanted, ids, (min(rendered.context_start, stop - 1), stop))
+
+    def routing(self, ids: Sequence[int]) -> Routing:
+        """The model's routers, understood once from the start of a prompt; UserError for a dense model."""
+        if self._routing is None:
+            self._routing = Routing.of(self.model, torch.tensor([list(ids[:64])], device=self.loaded.device))
+        return self._routing
 
     def _fork(
         self,
@@ -199,6 +253,7 @@ class Engine:
         seed: int,
     ) -> Iterator[_Sequence]:
         """Compress for one job after the other, each when it is asked for."""
+        ids, gold = list(rendered.ids), list(rendered.gold_ids)
         tokens, full = prefilled.tokens(), self.arch.full_bytes(prefilled.tokens())
         method, rotary = None, None
         for job in jobs:
@@ -229,6 +284,12 @@ class Engine:
                 select_seconds=time.perf_counter() - begin,
             )
             result.resident_bytes_peak = result.resident_bytes
+            result.diagnostics = diagnose(method.method.make_scorer(), prefilled, cache, self.scaling)
+            if self.flips and gold:
+                answer = [*ids[tokens:], *gold]
+                result.diagnostics["routing_flips"] = routing_flips(
+                    self.model, self.routing(ids), prefilled, cache, answer
+                )
             generator = None
             if generation.temperature > 0:
                 generator = torch.Generator().manual_seed(stable_seed(seed, rendered.sample.id, job.draw))

@@ -17,7 +17,9 @@ from moend.engine import attention_scaling, rotations
 from moend.errors import UserError
 from moend.methods import BoundMethod, Method, Protocol, bind
 from moend.methods import method as named
+from moend.passes import OBSERVATIONS, Passes, request
 from moend.plan import Arch, Budget, RoutingPlan
+from moend.routers import Routing
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -48,6 +50,9 @@ def compress(
     protocol: Protocol = "matched",
     store_dtype: torch.dtype | None = None,
     seed: int = 0,
+    tokenizer: Any = None,
+    context: tuple[int, int] | None = None,
+    reconstruction: str = "",
 ) -> Iterator[None]:
     """Inside this context, every prompt that `model` prefills is compressed before its first token is generated.
 
@@ -59,6 +64,9 @@ def compress(
     the model's attention function and forward are restored at the end, errors included. Of nested contexts the inner
     one holds. `generate(prefill_chunk_size=...)` would compress after its first chunk: leave it unset, the prompt is
     fed in chunks anyway.
+    For KVZip and MoEZip, one prompt at a time: tokenizer; context (start, stop): which of the prompt's tokens are the
+    context, the others behind it the question (None: all of it is context); reconstruction: how to ask for the context,
+    for a model that does not know KVZip's words.
     """
     chosen = named(method) if isinstance(method, str) else method
     artefacts = _artefacts(calibration)
@@ -79,6 +87,10 @@ def compress(
             bound.artefact(kind)
     scaling = attention_scaling(model)
     made = chosen.make_scorer()
+    extra = set(made.observes) & set(OBSERVATIONS) if made is not None else set()
+    ask = request(tokenizer, reconstruction) if tokenizer is not None and extra else None
+    if extra and ask is None:
+        raise UserError(f"{chosen.name} asks the model to repeat the context: moend.compress needs tokenizer=")
     name = cache_argument(model)
 
     def follow(tokens: int) -> tuple[BoundMethod, int]:
@@ -91,6 +103,17 @@ def compress(
         share = 4 * bound.budget.to_bytes(bound.arch, tokens) // bound.arch.full_bytes(1)
         fitted = bound if bound.t_ref is not None else replace(bound, t_ref=max(min(share, positions), 2), _plans={})
         return fitted, max(positions - tokens, 1)
+
+    def reread(done: Prefilled, ids: list[int]) -> Prefilled:
+        """The prefill with what the extra passes show."""
+        routing = None
+        if extra - {"reconstruction"}:
+            routing = Routing.of(model, torch.tensor([ids[:64]], device=model.device))
+        passes = Passes(model, bound.arch.max_positions, ask, routing)
+        start, stop = context or (0, len(ids))
+        if not 0 <= start < stop:
+            raise UserError(f"context=({start}, {stop}) must be a start and a later stop among the prompt's tokens")
+        return passes.observe(done, extra, ids, (min(start, len(ids) - 1), min(stop, len(ids))))
 
     def compress_prompt(module: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         cache = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get("past_key_values")
@@ -111,8 +134,12 @@ def compress(
                 ids[:, :-1],
                 shorter,
                 last_queries=made.last_queries if made else 0,
-                observe=made.observes if made else (),
+                observe=set(made.observes) - extra if made else (),
             )
+            if extra and not bound.fits(done.tokens(), follow(done.tokens())[1]):
+                if ids.shape[0] > 1:
+                    raise UserError(f"{chosen.name} reads each context once more: give it one prompt at a time")
+                done = reread(done, ids[0, :-1].tolist())
         else:
             done = Prefilled.empty(bound.arch, ids, model.config)
         rotation = rotations(model) if bound.needs_rotary else None

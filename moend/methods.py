@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from moend.allocation import Demand, pyramid, ripple, routed, shaped, uniform
+from moend.allocation import Demand, head_tokens, pyramid, ripple, routed, shaped, uniform
 from moend.allocation.shares import Shape
 from moend.cache import CompressedCache, LayerSpec, Prefilled, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
@@ -33,15 +33,15 @@ EVERYTHING = 2**40  # a cap that is never reached
 class Method:
     """The fields of a conf/method file.
 
-    scorer: {name, parameters} or None (all tokens). allocator: all | uniform | pyramid | ripple | routed. precision:
-    {k_bits, v_bits}, each a number or `routed`. schedule: prompt (compress once) | every (again while decoding, every
-    `beta` tokens).
+    scorer: {name, parameters} or None (all tokens). allocator: all | uniform | threshold | pyramid | ripple | routed.
+    precision: {k_bits, v_bits}, each a number or `routed`. schedule: prompt (compress once) | every (again while
+    decoding, every `beta` tokens).
     """
 
     name: str
     version: int = 1
     scorer: Mapping[str, Any] | None = None
-    allocator: Literal["all", "uniform", "pyramid", "ripple", "routed"] = "uniform"
+    allocator: Literal["all", "uniform", "threshold", "pyramid", "ripple", "routed"] = "uniform"
     precision: Mapping[str, int | str] = field(default_factory=lambda: {"k_bits": 16, "v_bits": 16})
     schedule: Literal["prompt", "every"] = "prompt"
     beta: int = 128
@@ -61,10 +61,12 @@ class Method:
     r: float = 1.5  # ripple: the budgets of the most and the least sensitive layer are as r to 1
     gamma: float = 4.0  # ripple: multipliers are clipped to [1 / gamma, gamma]
     signal: Literal["output", "local"] = "output"  # ripple: the response that budgets follow
+    mode: str | None = None  # of a scorer that has modes (moezip: query | recon)
+    anchor_min: int | None = None  # of scorer moezip
 
     def __post_init__(self) -> None:
         choices: dict[str, Sequence[str]] = {
-            "allocator": ("all", "uniform", "pyramid", "ripple", "routed"),
+            "allocator": ("all", "uniform", "threshold", "pyramid", "ripple", "routed"),
             "schedule": ("prompt", "every"),
             "overshoot": ("auto", "counted", "paper"),
             "cost": ("resident", "eq1"),
@@ -104,7 +106,11 @@ class Method:
             raise UserError(f"method.allocator '{self.allocator}' divides tokens only: precision cannot be routed")
         if (self.allocator == "all") != (self.scorer is None):
             raise UserError("method.scorer must be null exactly where method.allocator is 'all'")
-        self.make_scorer()
+        made = self.make_scorer()
+        if self.allocator == "threshold" and not (
+            made is not None and made.per_head and self.schedule == "prompt" and set(self.precision.values()) == {16}
+        ):
+            raise UserError("method.allocator=threshold needs a scorer per head, 16 bit and schedule=prompt")
 
     @property
     def routes_bits(self) -> bool:
@@ -129,7 +135,8 @@ class Method:
         params = dict(self.scorer)
         if "name" not in params:
             raise UserError(f"method.scorer of {self.name} has no name")
-        return scorer(params.pop("name"), **params)
+        own = {key: value for key in ("mode", "anchor_min") if (value := getattr(self, key)) is not None}
+        return scorer(params.pop("name"), **{**params, **own})
 
     def storage(self, cap: int, k_bits: int, v_bits: int) -> Storage:
         """How a layer with this cap is stored: K groups of 32 tokens where the cap is below 256.
@@ -427,14 +434,25 @@ class BoundMethod:
                 statistics=None if statistics is None else {k: v[layer] for k, v in statistics.items()},
             )
 
+        tokens, key = prefilled.tokens(row), (repr(made), calibrated, seed)
+        specs = self.specs(tokens, new)
+        if self.method.allocator == "threshold" and any(s.tokens < tokens for s in specs):
+            scores = [prefilled.scores(selector(layer), key, row) for layer in range(self.arch.layers)]
+            counts = head_tokens(scores, self._entries(tokens), 1)
+            specs = [replace(s, heads=tuple(c)) for s, c in zip(specs, counts, strict=True)]
         return compress(
             prefilled,
-            self.specs(prefilled.tokens(row), new),
+            specs,
             selector,
-            score_key=(repr(made), calibrated, seed),
+            score_key=key,
             dtype=self.store_dtype,
             row=row,
         )
+
+    def _entries(self, tokens: int) -> int:
+        """Entries of single heads that the budget holds, each with a position of its own."""
+        position = 0 if self.protocol == "paper" else 4  # eq. (1) counts codes only
+        return self.budget.to_bytes(self.arch, tokens) // (4 * self.arch.head_dim + position)
 
 
 def bind(method: Method, budget: Budget, protocol: Protocol, arch: Arch, **rest: Any) -> BoundMethod:

@@ -73,6 +73,7 @@ class ModelSpec:
     store_dtype: of cache entries at 16 bit; `half` is the checkpoint's 16-bit type or bfloat16, `model` the compute
     type. device: auto, cpu, cuda, cuda:1, mps. device_map: transformers'. chat_template: wrap
     prompts in the tokenizer's template if it has one. calibration_text: what sensitivities are measured on by default.
+    reconstruction: how to ask for the context to be repeated, for a vocabulary that lacks KVZip's own words.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ModelSpec:
     device_map: str | None = None
     chat_template: bool = True
     calibration_text: str = ""
+    reconstruction: str = ""
 
     def __post_init__(self) -> None:
         if not self.id or not str(self.id).strip():

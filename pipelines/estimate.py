@@ -58,7 +58,7 @@ def seconds(group: list[Cell], speed: Speed) -> float:
         for task, id, _ in cell.missing:
             rows[task, id] = rows.get((task, id), 0) + 1
     new = 0 if facts.is_nll else facts.new_tokens  # a likelihood is read in one step, like a prompt
-    read = facts.prompt_tokens + (facts.new_tokens if facts.is_nll else 0)
+    read = facts.prompt_tokens * max(c.facts.reads for c in group) + (facts.new_tokens if facts.is_nll else 0)
     fused = group[0].config.engine.fuse
     return sum(read * speed.prompt + new * (speed.step * (1 if fused else n) + n * speed.token) for n in rows.values())
 

@@ -49,7 +49,8 @@ class Facts:
     identity: joins the key (weights, data, versions); `identity["method"]` is left out of the group's key.
     calibrations: in the order they are computed. expected: (task, id) of every example, in order; ids are made up
     where the data is not here. full_bytes, cell_bytes: estimates for the plan, of the longest prompt uncompressed and
-    of the cell's own cache. arch, prompt_tokens (the longest), new_tokens (the most): what time is estimated from.
+    of the cell's own cache. arch, prompt_tokens (the longest), new_tokens (the most), reads (of the prompt: 2 where the
+    model also repeats it): what time is estimated from.
     One line each: blocked (cannot run here), infeasible, absent and absent_data (what a run will fetch first),
     caution (said with the plan).
     """
@@ -68,6 +69,7 @@ class Facts:
     arch: Arch | None = None
     prompt_tokens: int = 0
     new_tokens: int = 0
+    reads: int = 1
     absent_data: str | None = None
     full_bytes: int = 0
     cell_bytes: int = 0
@@ -117,6 +119,7 @@ class Library:
         from moend import models
 
         spec, method, bench = self._parts(config)
+        made = method.make_scorer()
         network, model = not config.dry_run, canonical(config.model)
         missing = self._once(models.available, spec, config.cache, by=model)
         arch, unreadable = self._once(self._arch, spec, config.cache, missing, network, by=model)
@@ -150,6 +153,7 @@ class Library:
             arch=arch,
             prompt_tokens=length,
             new_tokens=new,
+            reads=2 if made is not None and "reconstruction" in made.observes else 1,
             full_bytes=full,
             cell_bytes=cell,
             blocked=unreadable or no_data,
@@ -403,7 +407,11 @@ class _Session:
         g = config.generation
         self.library, self.loaded, self.bench, self.config = library, loaded, bench, config
         self.engine = Engine(
-            loaded, chunk=config.engine.chunk, max_bytes=config.engine.max_bytes, fuse=config.engine.fuse
+            loaded,
+            chunk=config.engine.chunk,
+            max_bytes=config.engine.max_bytes,
+            fuse=config.engine.fuse,
+            flips=config.engine.routing_flips,
         )
         self.generation = Generation(g.max_new_tokens, g.temperature, g.top_p, g.samples)
         self.samples = {(s.task, s.id): s for s in bench.samples()}
@@ -411,6 +419,7 @@ class _Session:
 
     def bind(self, key: str, config: RunConfig, facts: Facts, artefacts: dict[str, Path]) -> dict[str, Any] | None:
         bound = self.library._bound(config, facts, artefacts, self.loaded.arch, store_dtype=self.loaded.store_dtype)
+        self.engine.admit(bound, question_visible=config.question_visible, asks=self.bench.kind != "nll")
         self.bound[key] = bound
         length, new = _lengths(self.bench, self.loaded.arch, config)
         if facts.is_full or bound.fits(length, new):
@@ -475,6 +484,7 @@ class _Session:
                     "effective_keep": [round(x, 6) for x in out.effective_keep],
                     "k_bits": out.k_bits,
                     "v_bits": out.v_bits,
+                    "diagnostics": out.diagnostics,
                     "peak_bytes": out.peak_bytes,
                     "timing": {
                         "fused_rows": out.fused_rows,

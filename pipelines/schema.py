@@ -33,6 +33,7 @@ class EngineConfig(_Strict):
     chunk: int = Field(ge=1)
     max_bytes: int | None = Field(ge=1)
     fuse: bool
+    routing_flips: bool
 
 
 _RESERVED = frozenset({"array", "dependency", "job-name", "output", "error", "open-mode", "signal", "requeue", "wrap"})

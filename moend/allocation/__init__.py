@@ -5,6 +5,7 @@ from moend.allocation.pyramid import pyramid
 from moend.allocation.ripple import ripple
 from moend.allocation.routed import routed
 from moend.allocation.shares import shaped
+from moend.allocation.threshold import head_tokens
 from moend.allocation.uniform import uniform
 
-__all__ = ["Demand", "pyramid", "ripple", "routed", "shaped", "uniform"]
+__all__ = ["Demand", "head_tokens", "pyramid", "ripple", "routed", "shaped", "uniform"]

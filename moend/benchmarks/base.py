@@ -45,6 +45,7 @@ class Rendered:
     ids: the whole prompt, with at most one BOS.
     context_tokens: the first so many ids are compressed when the question is unseen. A token that straddles the end of
         the context belongs to the question. It equals len(ids) where there is no question (kind "nll").
+    context_start: the ids before it are no part of the context (BOS, a system prompt, words of the task).
     truncated: tokens cut out of the middle of the context.
     gold_ids: teacher-forced continuation of ids for answer_nll and token_accuracy, empty if there is none.
     stop: the generation ends at the first of these strings, but never before its second token.
@@ -59,6 +60,7 @@ class Rendered:
     gold_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     thinking: bool = False
+    context_start: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -359,6 +361,7 @@ def render_prompt(
     if not ids:
         raise UserError(f"sample {sample.id}: the prompt is empty")
     inside = next((i for i, (_, stop_at) in enumerate(spans) if stop_at > end), len(ids))
+    before_it = next((i for i, (_, stop_at) in enumerate(spans) if stop_at > start), 0)
     gold_ids: list[int] = []
     if gold:
         glue = "" if text[-1:].isspace() or (chat and not prompt.answer_prefix) else " "
@@ -376,6 +379,7 @@ def render_prompt(
         gold_ids=tuple(gold_ids),
         stop=stop,
         thinking=chat and asks_to_think(tokenizer, prompt.answer_prefix),
+        context_start=min(len(bos) + before_it, len(bos) + inside),
     )
 
 

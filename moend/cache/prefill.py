@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from moend.cache.attention import attention_of
 from moend.cache.cache import CaptureLayer, CompressedCache
-from moend.cache.row import PROMPT_ONLY, Row, Schedule, gather
+from moend.cache.row import PROMPT_ONLY, Row, Schedule, gather, ragged
 from moend.cache.select import Selector
 from moend.errors import UserError
 from moend.plan import Arch, Storage
@@ -155,11 +155,15 @@ def prefill(
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer of one sequence is to hold: `tokens` entries now, how they are stored, when it evicts later."""
+    """What one layer of one sequence is to hold: `tokens` entries now, how they are stored, when it evicts later.
+
+    heads: how many each KV head holds, where they differ; `tokens` then is only what was planned.
+    """
 
     tokens: int
     storage: Storage
     schedule: Schedule = PROMPT_ONLY
+    heads: tuple[int, ...] | None = None
 
 
 def compress(
@@ -176,11 +180,17 @@ def compress(
     selector(l) is the method's scorer bound to layer l; score_key names it, so that cells with the same scorer share
     its scores. dtype is what 16-bit entries are stored in.
     """
-    rows = []
+    layers: list[list[Row | tuple[Row, ...]]] = []
     for index, spec in enumerate(specs):
         keys, values, _ = prefilled.entries(index, row)
         n = keys.shape[1]
         choose = replace(selector(index), window=sliding_window(prefilled.config, index))
+        if spec.heads is not None:
+            scores = prefilled.scores(choose, score_key, row)
+            at = torch.arange(n, device=keys.device)
+            chosen = [choose.best(s[None], at, n, k)[0] for s, k in zip(scores, spec.heads, strict=True)]
+            layers.append([ragged(keys, values, chosen, spec.storage, seen=n, dtype=dtype)])
+            continue
         positions: Tensor | None = None
         mass = prefilled.seen(index, row, ("mass",))["mass"] if spec.storage.mass else None
         form: Literal["none", "shared", "per_head"] = "none"
@@ -192,7 +202,7 @@ def compress(
             mass = None if mass is None else mass.gather(1, kept.expand(len(mass), -1))
             form = "per_head" if kept.shape[0] > 1 else "shared"
         storage = replace(spec.storage, positions=form)
-        rows.append(
+        layers.append(
             [
                 Row(
                     keys,
@@ -207,4 +217,4 @@ def compress(
                 )
             ]
         )
-    return CompressedCache(rows, prefilled.config)
+    return CompressedCache(layers, prefilled.config)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moend.cache import attention_of, prefill
+from moend.cache.cache import OBSERVATIONS
 from moend.cache.select import Selector
 from moend.calibration.kl import Stack
 from moend.calibration.sensitivity import attention_blocks, kept_tokens
@@ -103,6 +104,8 @@ def profile(
         )
     if keeps and base.scorer.statistics:
         raise UserError(f"the damage of scorer {base.scorer.name} is not measured: it needs a calibration of its own")
+    if keeps and (odd := set(base.scorer.observes) - set(OBSERVATIONS)):
+        raise UserError(f"the damage of scorer {base.scorer.name} is not measured: it needs {', '.join(sorted(odd))}")
     if depends_on_length(model):
         raise UserError(f"{type(model).__name__} turns keys by an angle that depends on the length: no ripple profile")
     kinds = [(v, noise) for v, noise in enumerate(noises)]
@@ -110,12 +113,15 @@ def profile(
     response = torch.zeros(len(noises), count, len(blocks), dtype=torch.float64)
     local, damage = torch.zeros_like(response), response.new_zeros(len(keeps), *response.shape[1:])
     layers = response.shape[2]
+    wanted: dict[str, Any] = {}
+    if keeps:  # nobody else asks the scorer
+        wanted = {"last_queries": base.scorer.last_queries, "observe": base.scorer.observes}
     with attention_of(model):
         stack = Stack(model)
         stack.check(input_ids[:1, :16])
         for n in range(count):
             ids = input_ids[n : n + 1].to(stack.device)
-            done = prefill(model, ids[:, :prefix], last_queries=base.scorer.last_queries, observe=base.scorer.observes)
+            done = prefill(model, ids[:, :prefix], **wanted)
             caches = [(x.keys[0], x.values[0]) for x in done.layers]
             sweep = _Sweep(stack, caches, ids[:, prefix:])
             changes: list[list[_Change]] = [[] for _ in range(layers)]

@@ -50,7 +50,12 @@ def test_generate_gives_the_engine_s_tokens(loaded, example, name, budget):
     )
     ours = Engine(loaded).run(example, [Job(bound)], Generation(max_new_tokens=new))[0]
     ids, seed = torch.tensor([example.ids]), stable_seed(0, example.sample.id)
-    with moend.compress(loaded.model, name, budget, calibration=made, max_new_tokens=new, seed=seed):
+    reading = {
+        "tokenizer": loaded.tokenizer,
+        "context": (example.context_start, example.context_tokens),
+        "reconstruction": loaded.spec.reconstruction,
+    }
+    with moend.compress(loaded.model, name, budget, calibration=made, max_new_tokens=new, seed=seed, **reading):
         out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
     assert out[0, ids.shape[1] :].tolist() == ours.token_ids
 
@@ -108,3 +113,17 @@ def test_a_given_plan_is_followed(loaded, example):
     n = len(example.ids)
     assert held[0][2] == n
     assert all(have <= cap for have, cap in zip(held[-1], (30, 60, n + 3, 45), strict=True))
+
+
+def test_methods_that_read_twice_need_a_tokenizer_and_one_prompt(loaded, example):
+    with (
+        pytest.raises(UserError, match=r"KVZip asks the model to repeat the context: moend.compress needs tokenizer="),
+        moend.compress(loaded.model, "KVZip", "20%"),
+    ):
+        pass
+    ids = torch.tensor([example.ids]).repeat(2, 1)
+    with (
+        pytest.raises(UserError, match="one prompt at a time"),
+        moend.compress(loaded.model, "KVZip", "20%", tokenizer=loaded.tokenizer, reconstruction="? all"),
+    ):
+        loaded.model.generate(ids, max_new_tokens=2, do_sample=False)

@@ -186,7 +186,9 @@ def test_held_bytes_never_pass_the_budget(name, budget, tokens, new, t_ref, shap
         for _ in range(2)
     ]
     rotary = [Rotary(torch.rand(dim // 2), 1.0, dim)] * 2
-    prefilled = Prefilled(layers, torch.arange(tokens)[None], None, None, {"mass": [torch.rand(1, heads, tokens)] * 2})
+    shapes = {"reconstruction": heads, "routing_query": 2, "mass": heads}
+    observed = {name: [torch.rand(1, rows, tokens)] * 2 for name, rows in shapes.items()}
+    prefilled = Prefilled(layers, torch.arange(tokens)[None], None, None, observed)
     cache = b.fork(prefilled, new, rotary=rotary, scaling=[0.1] * 2)
     limit = arch.full_bytes(tokens + new) if b.fits(tokens, new) else b.budget.to_bytes(arch, tokens)
     assert cache.resident_bytes() <= limit

@@ -62,7 +62,7 @@ def local(folder: Path, **changes: Any) -> ModelSpec:
 
 def test_every_packaged_model_is_a_spec() -> None:
     names = [p.stem for p in models.conf_dir().glob("*.yaml")]
-    assert {"smollm2_135m", "recall_moe", "hf", *PAPERS} == set(names)
+    assert {"smollm2_135m", "recall_moe", "recall_moe_v2", "hf", *PAPERS} == set(names)
     for name in set(names) - {"hf"}:
         spec = models.spec(name)
         assert spec.name == name and spec.calibration_text and spec.pinned_arch is not None

@@ -30,6 +30,7 @@ def plan_of(tmp_path: Path, *args: str) -> planner.Plan:
 def test_full_is_one_cell_whatever_would_be_cut(tmp_path: Path) -> None:
     (before,) = plan_of(tmp_path, *FIXTURE, "method=full").cells
     settings = ["method.beta=64", "method.n_sink=0", "method.solver=greedy", "method.keeps=[0.5]", "method.group=32"]
+    settings += ["method.mode=recon", "method.anchor_min=3", "method.gamma=2"]
     for setting in [*settings, "method.t_ref=sample", "method.window=0", "budget=3", "budget_protocol=paper"]:
         (cell,) = plan_of(tmp_path, *FIXTURE, "method=full", setting).cells
         assert cell.key == before.key, setting
@@ -115,6 +116,14 @@ def test_the_rough_estimate_is_this_arithmetic(tmp_path: Path, monkeypatch: pyte
     for cell in (a, b):
         cell.config = cell.config.model_copy(update={"engine": alone})
     assert estimate.seconds([a, b], speed) == pytest.approx(2 * (prompt + 8 * (2 * step + 2 * per_token)))
+
+
+def test_a_method_that_repeats_the_prompt_is_estimated_to_read_it_twice(tmp_path: Path) -> None:
+    for methods, times in (("SnapKV", 1), ("KVZip", 2), ("MoEZip,SnapKV", 2)):
+        cells = plan_of(tmp_path, *FIXTURE, f"method={methods}", "budget=10%", "model.device=cpu").cells
+        facts = cells[0].facts
+        pace = estimate.Speed(prompt=3.0, step=0.0, token=0.0, source="")
+        assert estimate.seconds(cells, pace) == 2 * times * 3.0 * facts.prompt_tokens  # two rows
 
 
 def test_earlier_cells_of_the_model_give_the_pace(runs: Runs) -> None:
