@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import binomtest, norm
 
 Floats = npt.NDArray[np.float64]
 RESAMPLES = 10_000
 EXACT = 13  # so many differing pairs have fewer sign patterns than we would draw
 _BLOCK = 4_000_000  # resampled values held at once
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def wilson(successes: float, n: int, level: float = 0.95) -> Interval:
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"successes={successes} of n={n}")
-    z = float(norm.ppf((1 + level) / 2))
+    z = _NORMAL.inv_cdf((1 + level) / 2)
     share = successes / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -113,7 +114,7 @@ def paired_share(first: int, second: int, n: int, level: float = 0.95) -> Interv
     """
     if min(first, second) < 0 or first + second > n or n < 1:
         raise ValueError(f"{first} and {second} of n={n}")
-    z = float(norm.ppf((1 + level) / 2))
+    z = _NORMAL.inv_cdf((1 + level) / 2)
     p, q = (first + 1) / (n + 2), (second + 1) / (n + 2)
     half = z * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
     return Interval((first - second) / n, max(p - q - half, -1.0), min(p - q + half, 1.0))
@@ -127,7 +128,9 @@ def mcnemar_exact(a: Sequence[float], b: Sequence[float]) -> float:
         raise ValueError("McNemar's test is for scores of 0 and 1")
     first = sum(x > y for x, y in zip(a, b, strict=True))
     second = sum(x < y for x, y in zip(a, b, strict=True))
-    return float(binomtest(first, first + second, 0.5).pvalue) if first + second else 1.0
+    n, few = first + second, min(first, second)
+    tail = sum(math.comb(n, i) for i in range(few + 1))
+    return min(1.0, 2 * tail / 2**n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -303,6 +306,6 @@ def _bca(groups: list[Floats], draws: Floats, estimate: float, shares: Floats) -
         return shares
     influence /= scale
     acceleration = float((influence**3).sum()) / (6 * float((influence**2).sum()) ** 1.5)
-    bias = float(norm.ppf(below))
-    z = bias + norm.ppf(shares)
-    return np.asarray(norm.cdf(bias + z / (1 - acceleration * z)), dtype=np.float64)
+    bias = _NORMAL.inv_cdf(below)
+    z = bias + np.array([_NORMAL.inv_cdf(share) for share in shares])
+    return np.array([_NORMAL.cdf(x) for x in bias + z / (1 - acceleration * z)])

@@ -74,6 +74,11 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
                 file=sys.stderr,
             )
             return 143 if isinstance(e, Terminated) else 130
+        except BrokenPipeError:  # who read the output, `head` say, has read enough
+            if started:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush at the end
+            return 128 + signal.SIGPIPE
         except Exception as e:
             line = explain(e, args)
             if line is None and not started:  # Hydra meets some mistakes with an assertion or a bare ValueError
@@ -167,8 +172,12 @@ def explain(error: BaseException, args: Sequence[str]) -> str | None:
         if match := re.match(r"Could not override '([^']+)'", str(error)):
             if match[1] == "sweep":
                 return "sweeps are added: +sweep=<name>, with the plus sign"
-            known = _keys(args)
-            return _one_line(error) if match[1] in known else unknown_key(match[1], known)
+            known, others = _keys(args), _keys_of_options(match[1].partition(".")[0])
+            if match[1] in known:
+                return _one_line(error)
+            if option := others.get(match[1]):
+                return f"there is no configuration key '{match[1]}' here; with {option} there is"
+            return unknown_key(match[1], [*known, *others])
         return _one_line(error if str(error) else cause)
     if isinstance(error, OSError) and error.errno in _WRITING:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
@@ -202,6 +211,17 @@ def leaves(config: Any, prefix: str = "") -> Iterator[str]:
 def _options(group: str) -> list[str]:
     folder = config_folder() / group
     return sorted(p.stem for p in folder.glob("*.yaml"))
+
+
+def _keys_of_options(group: str) -> dict[str, str]:
+    """Keys that some option of a group has -> the last such option."""
+    from omegaconf import OmegaConf
+
+    found: dict[str, str] = {}
+    for option in _options(group):
+        config = OmegaConf.to_container(OmegaConf.load(config_folder() / group / f"{option}.yaml"))
+        found |= {key: f"{group}={option}" for key in leaves(config, f"{group}.") if "defaults" not in key}
+    return found
 
 
 def _keys(args: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -104,10 +104,8 @@ class Submitted:
         path = self.folder / "jobs.json"
         if not path.exists():
             return []
-        try:
+        with _damage(path):
             return [_job(x) for x in read_json(path)["jobs"]]
-        except (KeyError, TypeError) as e:
-            raise UserError(f"{path} is damaged ({type(e).__name__}: {e})") from None
 
     def write_jobs(self, jobs: Iterable[Job]) -> None:
         """Replace the list of jobs."""
@@ -122,7 +120,7 @@ class Submitted:
         """Job -> what its worker said last."""
         found = {}
         for path in sorted((self.folder / "started").glob("*.json")):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), _damage(path):
                 fields = read_json(path)
                 found[path.stem] = Started(**{**fields, "process": Process(**fields["process"])})
         return found
@@ -134,8 +132,10 @@ class Submitted:
 
     def end(self, key: str) -> End | None:
         """Why a cell or a calibration ended without a result, if it did."""
+        path = self.folder / "ends" / f"{key}.json"
         try:
-            return End(**read_json(self.folder / "ends" / f"{key}.json"))
+            with _damage(path):
+                return End(**read_json(path))
         except FileNotFoundError:
             return None
 
@@ -162,6 +162,15 @@ class Submitted:
         jobs = list(jobs)
         states = self.states(jobs)
         return [j for j in jobs if states[j.id][0] in slurm.LIVE]
+
+
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """What is JSON and yet not what was written there: one line that names the file."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path} is damaged ({type(e).__name__}: {e}); remove it") from None
 
 
 def _job(fields: dict[str, Any]) -> Job:

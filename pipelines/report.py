@@ -153,7 +153,7 @@ def notes(found: Sequence[Row]) -> list[str]:
     lower = sorted({str(r["benchmark"]) for r in done if not r["higher_is_better"]})
     if lower:
         lines.append(f"lower is better: {', '.join(lower)}")
-    if done and not any(r["compressed"] for r in done):
+    if done and len(done) == len(found) and not any(r["compressed"] for r in done):
         lines.append("nothing was dropped in this run: every prompt with its output fits the budget")
     if len({r["budget_protocol"] for r in done if r["budget_protocol"]}) > 1:
         lines.append("the table holds both budget protocols: rows marked (paper) use other bytes than matched rows")

@@ -33,7 +33,8 @@ USAGE = """Scores prediction files: LongBench's exactly as its own evaluation do
 
   benchmark    longbench (all 21 tasks), longbench_moend, longbench_en, longbench_all, longbench_e;
                math500, aime24, aime25
-  predictions  LongBench: a folder of <task>.jsonl, one JSON object a line with pred, answers, all_classes, length.
+  predictions  LongBench: a folder of <task>.jsonl (or one such file), one JSON object a line with
+               pred, answers, all_classes, length.
                Math: <benchmark>.jsonl, in a folder or itself, with answer, text; lines that share an `id` are draws
                for one problem, and a text whose `finish_reason` is "length" was cut off
   e            true: LongBench-E's length buckets 0-4k, 4-8k, 8k+ too (always with longbench_e)
@@ -137,19 +138,22 @@ def bucket_score(values: Sequence[float]) -> float | None:
 # LongBench
 
 
-def score_longbench(bench: LongBench, folder: Path, e: bool) -> Scored:
-    """Every file of `folder` that is named after a task of the benchmark."""
+def score_longbench(bench: LongBench, source: Path, e: bool) -> Scored:
+    """Every file of a folder that is named after a task of the benchmark, or one such file."""
     from moend.benchmarks.longbench import TABLE, TASKS_E
 
-    if not folder.is_dir():
-        raise UserError(f"predictions={folder} is not a folder")
+    if not source.exists():
+        raise UserError(f"predictions={source} is not a folder, nor a file: there is nothing of that name")
     named = list(TASKS_E if e else TABLE) if bench.name == "longbench" else list(bench.task_names)
     wanted = list(TABLE) if bench.name == "longbench" else named
-    files = {p.name.removesuffix(".jsonl"): p for p in sorted(folder.glob("*.jsonl"))}
+    found = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
+    files = {p.name.removesuffix(".jsonl"): p for p in found}
     tasks = [_task(files[t], t, e) for t in wanted if t in files]
     if not tasks:
+        below = sorted(p.parent for p in source.rglob("*.jsonl") if p.stem in wanted) if source.is_dir() else []
+        hint = f". predictions={below[0]} holds some" if below else ""
         raise UserError(
-            f"predictions={folder} holds no task of {bench.name}: files are <task>.jsonl ({wanted[0]}.jsonl)"
+            f"predictions={source} holds no task of {bench.name}: files are <task>.jsonl ({wanted[0]}.jsonl){hint}"
         )
     return Scored(
         bench.name,
@@ -188,18 +192,22 @@ def _task(path: Path, task: str, e: bool) -> Scores:
 
 
 def score_math(bench: Benchmark, source: Path) -> Scored:
-    """A file of answers, or the one in a folder that is named after the benchmark (or is alone there)."""
+    """A file of answers, or the one in a folder that is named after the benchmark (or is alone there and not named
+    after another one)."""
     from moend.benchmarks import Sample
+    from moend.benchmarks.competition import require_gold
+    from moend.benchmarks.longbench import TABLE
 
     path = source
     if source.is_dir():
         path, alone = source / f"{bench.name}.jsonl", sorted(source.glob("*.jsonl"))
-        path = alone[0] if not path.is_file() and len(alone) == 1 else path
+        path = alone[0] if not path.is_file() and len(alone) == 1 and alone[0].stem not in {*MATH, *TABLE} else path
     if not path.is_file():
         raise UserError(f"predictions={source} holds no {bench.name}.jsonl")
     task = bench.task_names[0]
     found = Scores(task, bench.metric(task), [], [], answered=0)
     for where, row in read_rows(path, {"answer": (str, int), "text": str}):
+        require_gold(task, str(row["answer"]), where)
         cut_off: dict[str, Any] = {"finished": False} if row.get("finish_reason") == "length" else {}
         scored = bench.score(Sample(task, where, "", "", "", (str(row["answer"]),)), row["text"], **cut_off)
         found.values.append(scored["score"])
@@ -209,6 +217,9 @@ def score_math(bench: Benchmark, source: Path) -> Scored:
 
 
 # Files
+
+
+_KINDS: dict[type, str] = {str: "a text", int: "a whole number", list: "a list"}
 
 
 def read_rows(path: Path, fields: dict[str, type | tuple[type, ...]]) -> list[tuple[str, dict[str, Any]]]:
@@ -226,9 +237,10 @@ def read_rows(path: Path, fields: dict[str, type | tuple[type, ...]]) -> list[tu
             raise UserError(f"{where} is a {type(row).__name__}, not a JSON object")
         for name, kind in fields.items():
             if name not in row:
-                raise UserError(f"{where} has no field '{name}'")
+                raise UserError(f"{where} has no field '{name}': it has {', '.join(map(repr, row)) or 'none':.200}")
             if not isinstance(row[name], kind) or isinstance(row[name], bool):
-                raise UserError(f"{where}: '{name}' cannot be {row[name]!r:.80}")
+                allowed = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
+                raise UserError(f"{where}: '{name}' cannot be {row[name]!r:.80}: it must be {allowed}")
         rows.append((where, row))
     if not rows:
         raise UserError(f"{path} is empty")

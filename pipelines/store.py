@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -360,12 +361,27 @@ class CellStore:
 
     @contextlib.contextmanager
     def shard(self, index: int = 0, count: int = 1) -> Iterator[Shard]:
-        """Hold shard `index` of `count` for writing; Busy where another process does."""
+        """Hold shard `index` of `count` for writing; Busy where another process writes any of its examples."""
+        self._refuse_overlap(index, count)
         shard = Shard(self.folder / "records" / f"{index}-of-{count}.jsonl")
         try:
+            self._refuse_overlap(
+                index, count
+            )  # of two that came at the same moment each sees the other, and comes again
             yield shard
         finally:
             shard.close()
+
+    def _refuse_overlap(self, index: int, count: int) -> None:
+        """Busy where a live process holds a shard of another count that has examples in common with this one."""
+        for stem in self._leased():
+            other, of = (int(x) for x in stem.stem.split("-of-"))
+            if of != count and (index - other) % math.gcd(count, of) == 0 and Lease.taken(stem):
+                raise Busy(f"{stem.name} has examples of shard {index} of {count}, and another process is writing it")
+
+    def _leased(self) -> set[Path]:
+        leases = (self.folder / "records").glob("*.lease.*")
+        return {p.with_name(p.name.partition(".lease.")[0]) for p in leases if not p.name.startswith(".")}
 
     def records(self) -> list[dict[str, Any]]:
         """The union over all shards, whatever their number; what two shardings both computed counts once."""
@@ -377,8 +393,7 @@ class CellStore:
 
     def is_held(self) -> bool:
         """Whether a live process is writing one of the shards."""
-        leases = (self.folder / "records").glob("*.lease.*")
-        return any(Lease.taken(stem) for stem in {p.with_name(p.name.partition(".lease.")[0]) for p in leases})
+        return any(Lease.taken(stem) for stem in self._leased())
 
     def done(self) -> set[RecordKey]:
         """Which records are there."""

@@ -6,7 +6,9 @@ and whether it did it is in files; the states of jobs only tell whether somebody
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 import secrets
 import shlex
@@ -334,7 +336,8 @@ class _Slurm:
     ) -> list[str]:
         """Submit an array (or a job, where it is one), and write down what it is before the next."""
         executor = self._executor(name, depends, minutes)
-        ids = [j.job_id for j in executor.submit_array(work)]
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it also raises
+            ids = [j.job_id for j in executor.submit_array(work)]
         self.made += [dataclasses.replace(j, id=id) for j, id in zip(jobs, ids, strict=True)]
         self.sweep.write_jobs([*self.before, *self.made])
         return ids

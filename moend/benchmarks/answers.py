@@ -8,11 +8,13 @@ What counts as the answer (`extract`), of the text after the last `</think>`:
 
 What counts as equal (`equal`), by our rules first and math-verify (in `symbolic`) for what is neither a number, a list,
 an interval, a set, a matrix nor words:
-- numbers exactly: 0.5 = 1/2 = \\frac12, 1\\frac{4}{5} = 9/5, 1,234 = 1234, 6.72 \\times 10^{-5}, but 0.333 is not 1/3;
+- numbers exactly: 0.5 = 1/2 = \\frac12, 1\\frac{4}{5} = 9/5, 1,234 = 1234, 6.72 \\times 10^{-5};
+  0.\\overline{3} is 1/3, but 0.333 is not;
 - `$`, `\\$`, degree signs, spacing, `\\left`, `\\dfrac` and trailing full stops mean nothing;
 - 50 % is 50 and 1/2; a unit may be left out, but cm is not m and a.m. is not p.m.; so may the base of a number;
 - `x = 5` is 5 and `x \\in S` is S; `y = 2x + 3` is 2x + 3; x = 5 is not y = 5;
-- tuples and intervals keep order and brackets; sets and bare lists are unordered; `\\pm` and "or" make lists;
+- tuples and intervals keep order and brackets; sets and bare lists are unordered, and one may stand for the other;
+  `\\pm` and "or" make lists;
 - pmatrix and bmatrix are one, vmatrix another; words are compared without case and article; (C) is C.
 AIME answers (`integer`): a whole number 0 to 999, leading zeros allowed, 25.0 too, no fraction and no percent.
 """
@@ -158,9 +160,9 @@ def _same(a: str, g: str) -> bool:
     if digits := _based(g):
         return (_based(a) or (a, digits[1])) == digits
     p, q = _split(a), _split(g)
-    if len(p) > 1 or len(q) > 1:
-        return _same_elements(p, q)
     x_in, y_in = _bracketed(a), _bracketed(g)
+    if len(p) > 1 or len(q) > 1:  # a set's braces may be left out
+        return _same_elements(_of_set(x_in) or p, _of_set(y_in) or q)
     if x_in and y_in:
         return _same_brackets(x_in, y_in)
     if x_in and x_in[0] == "()" and len(x_in[1]) == 1:
@@ -218,6 +220,10 @@ def _same_brackets(a: tuple[str, list[str]], g: tuple[str, list[str]]) -> bool:
     if a[0] == "{}":
         return _same_elements(a[1], g[1])
     return len(a[1]) == len(g[1]) <= MANY and all(_same(x, y) for x, y in zip(a[1], g[1], strict=True))
+
+
+def _of_set(brackets: tuple[str, list[str]] | None) -> list[str] | None:
+    return brackets[1] if brackets and brackets[0] == "{}" else None
 
 
 def _same_rows(a: list[list[str]], g: list[list[str]]) -> bool:
@@ -332,8 +338,17 @@ _NUMBER = re.compile(
 )
 
 
+_REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\overline(?:\{(\d+)\}|(\d))")
+
+
 def _number(s: str) -> tuple[Fraction, bool] | None:
     """The exact value of a number, and whether it is a percentage; None for anything else."""
+    if repeating := _REPEATING.fullmatch(s):
+        sign, whole, fixed, *period = repeating.groups(default="")
+        again = "".join(period)
+        once, nines = int(whole + fixed or 0), 10 ** len(again) - 1
+        value = (once + Fraction(int(again), nines)) / 10 ** len(fixed)
+        return (-value if sign == "-" else value), False
     match = _NUMBER.fullmatch(s)
     if match is None or len(s) > LARGEST:
         return None

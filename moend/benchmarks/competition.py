@@ -55,6 +55,7 @@ class Competition(Benchmark):
     all_tasks: ClassVar[tuple[str, ...]] = tuple(SETS)
     reasoning_factor: ClassVar[int] = 1  # the limit is one for reasoning already
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "data_dir", "revision")
+    scorer_version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,6 +211,14 @@ class Competition(Benchmark):
         return {"score": float(right), "answer": answer}
 
 
+def require_gold(task: str, answer: str, where: str) -> None:
+    """UserError, beginning with `where`, for a gold answer that no text could ever equal."""
+    if SETS[task].kind == "integer" and integer(answer) is None:
+        raise UserError(f"{where}: the answer {answer!r} is not a whole number from 0 to 999")
+    if not answer.strip():
+        raise UserError(f"{where}: the answer is empty")
+
+
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     with path.open(encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(file, 1):
@@ -230,8 +239,7 @@ def _sample(task: str, row: dict[str, Any], where: str) -> Sample:
         if not str(row.get(field) if row.get(field) is not None else "").strip():
             raise UserError(f"{where} has no {field}")
     answer = str(row["answer"]).strip()
-    if SETS[task].kind == "integer" and integer(answer) is None:
-        raise UserError(f"{where}: the answer {answer!r} is not a whole number from 0 to 999")
+    require_gold(task, answer, where)
     meta: dict[str, Any] = {k: row[k] for k in ("subject", "level") if k in row}
     return Sample(task, str(row["id"]), str(row["problem"]).strip(), INSTRUCTION, "", (answer,), meta)
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from moend.benchmarks.base import Prompt, Sample
 from moend.benchmarks.niah import NOISE, WORDS
 
-VERSION = 1
+VERSION = 2
 DEPTHS = 40  # places between start and end at which needles may stand
 
 _ADJECTIVES = """
@@ -324,10 +324,11 @@ class CommonWords:
     match: str = "all"
 
     def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
-        """The common words."""
-        words = random.Random(id).sample(library.words, self.common)
+        """The common words: none that the question or the answer prefix holds, whose echo would count as an answer."""
         question = f"Question: Which {self.common} words are the most common in the list above?"
         prefix = f"Answer: The {self.common} words that are most common in the list are:"
+        asked = f"{question} {prefix}".lower()
+        words = random.Random(id).sample([w for w in library.words if w not in asked], self.common)
         return Sample(task, id, " ".join(words), question, prefix, tuple(words))
 
     def builder(self, sample: Sample, length: int, library: Library) -> Builder:
@@ -418,11 +419,11 @@ Henrik Hilda Ida Igor Jonas Judith Karel Lena Leopold Livia Ludwig Magda Marius 
 Rosa Rupert Selma Silas Stella Tilda Ursula Viktor Wanda Yvo Zelda
 """
 _TRADES = """
-baker bookbinder carpenter clockmaker cobbler cooper dyer gardener glazier goldsmith mason miller painter
-potter printer saddler sailmaker smith tailor tanner tinker weaver wheelwright
+baker blacksmith bookbinder carpenter clockmaker cobbler cooper dyer gardener glazier goldsmith mason miller painter
+potter printer saddler sailmaker tailor tanner tinker weaver wheelwright
 """
 _INSTRUMENTS = """
-bassoon cello clarinet cornet fiddle flute guitar harp horn lute mandolin oboe organ piano viola zither
+bassoon cello clarinet cornet dulcimer fiddle flute guitar harp horn mandolin oboe organ piano viola zither
 """
 _ONSETS = """
 b br c d dr f g gr h k kl l m n p r s st t tr v w

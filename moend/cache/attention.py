@@ -13,8 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moend.errors import UserError
 
@@ -136,8 +134,13 @@ def _padding_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **
     return None if mask is None else mask[:, -kv_length:]
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _padding_mask)
+def _register() -> None:
+    # These modules take seconds to import; whoever has a model has them, whoever plans a sweep needs neither.
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _padding_mask)
 
 
 @contextmanager
@@ -149,6 +152,7 @@ def attention_of(model: Any) -> Iterator[None]:
         return
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(f"{type(model).__name__} does not go through transformers' attention interface")
+    _register()
     model.set_attn_implementation(NAME)
     try:
         yield

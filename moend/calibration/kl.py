@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -319,6 +318,8 @@ def agreement(proxy: Any, kl: Any, configs: Sequence[Config]) -> dict[str, Any]:
 
 
 def _correlations(x: Any, y: Any) -> dict[str, float | None]:
+    from scipy import stats  # slow to import, and only here it is needed
+
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return {"pearson": None, "spearman": None}
     return {"pearson": float(stats.pearsonr(x, y).statistic), "spearman": float(stats.spearmanr(x, y).statistic)}

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -279,6 +278,8 @@ def correlation(
     """
     if damage.shape[1] < 3 or np.ptp(signal.mean(0)) == 0 or np.ptp(damage.mean(0)) == 0:
         return {"value": None, "low": None, "high": None}
+    from scipy import stats  # slow to import, and only here and below it is needed
+
     value = abs(float(stats.spearmanr(signal.mean(0), damage.mean(0)).statistic))
     count = len(damage)
     if count < 2:
@@ -322,4 +323,6 @@ def summary(tensors: dict[str, Tensor], noises: Sequence[Noise], keeps: Sequence
 def _spearman(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float | None:
     if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
+    from scipy import stats
+
     return float(stats.spearmanr(a, b).statistic)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -154,3 +156,19 @@ def test_references_are_followed_while_nobody_touches_them(tmp_path: Any, monkey
             ours = outcome(lambda o=overrides: points.compose(loader, master, [o])[0])
         assert ours == outcome(lambda o=overrides: real(loader, master, 0, o))
         assert not calls if shared else calls, overrides
+
+
+def test_help_that_is_not_read_to_its_end_is_no_mistake() -> None:
+    code = "import sys; from pipelines.run import main; print('x' * 100_000); sys.exit(main(['--help']))"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code],
+        cwd=config_folder().parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.read(100_001)
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == 141

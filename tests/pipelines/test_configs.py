@@ -61,6 +61,8 @@ BAD = {
     "budget=": "budget ''",
     "budget=512,abc": "budget 'abc'",
     "budget=true": "budget 'True'",
+    "cluster.gpu=1": "there is no configuration key 'cluster.gpu'. Did you mean 'cluster.gpus'?",
+    "cluster.gpus=1": "there is no configuration key 'cluster.gpus' here; with cluster=slurm there is",
     "budgett=3": "there is no configuration key 'budgett'. Did you mean 'budget'?",
     "+bugdet=5": "there is no configuration key 'bugdet'. Did you mean 'budget'?",
     "benchmrk=niah": "Did you mean 'benchmark'?",
@@ -170,6 +172,17 @@ def test_help_and_mistakes_import_no_torch() -> None:
     )
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True)
+
+
+def test_status_is_light_and_planning_needs_no_compiler() -> None:
+    """What is slow to import is left to those who use it."""
+    light = (
+        "import sys, pipelines.status, pipelines.worker; assert not {'torch', 'scipy', 'matplotlib'} & set(sys.modules)"
+    )
+    plan = "import sys, moend.methods; assert not {'torch._dynamo', 'scipy.stats'} & set(sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    for code in (light, plan):
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True)
 
 
 def test_no_litter(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,3 +71,10 @@ def test_no_result_is_made_of_a_part() -> None:
     cell: dict[str, Any] = {"key": "k", "payload": {}, "info": {"n_expected": 6}}
     with pytest.raises(UserError, match=r"has 0 of 6 records"):
         results.aggregate(cell, [])
+
+
+def test_a_sweep_that_is_not_whole_is_not_said_to_have_dropped_nothing() -> None:
+    uncompressed = {"benchmark": "recall", "compressed": False, "fused": False, "higher_is_better": True}
+    done = report.Row("a", {}, {}, "done", uncompressed | {"budget_protocol": "matched"})
+    assert "nothing was dropped" in "".join(report.notes([done]))
+    assert not report.notes([done, report.Row("b", {}, {}, "incomplete", None)])

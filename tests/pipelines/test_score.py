@@ -224,6 +224,46 @@ def test_out(run: Score, tmp_path: Path) -> None:
     assert run.err.startswith("error: cannot write")
 
 
+def test_one_file(run: Score) -> None:
+    run.file("hotpotqa", line("hotpotqa"))
+    run.file("qasper", "not read")
+    assert run("benchmark=longbench", f"predictions={run.folder / 'hotpotqa.jsonl'}") == 0
+    assert run.result["tasks"] == {"hotpotqa": 100.0}
+    assert len(run.result["missing"]) == 20
+    assert run("benchmark=longbench", f"predictions={run.folder / 'result.json'}") == 2
+    assert "holds no task of longbench" in run.err
+
+
+def test_the_folder_below_is_named(run: Score) -> None:
+    (run.folder / "pred" / "model").mkdir(parents=True)
+    run.file("pred/model/hotpotqa", line("hotpotqa"))
+    assert run("benchmark=longbench") == 2
+    assert f"predictions={run.folder / 'pred' / 'model'} holds some" in run.err
+    assert run.err.count("\n") == 1
+
+
+def test_what_a_line_lacks_is_said_with_what_it_has(run: Score) -> None:
+    run.file("hotpotqa", line("hotpotqa"), '{"prediction": "2", "answers": ["2"]}')
+    assert run("benchmark=longbench") == 2
+    assert "hotpotqa.jsonl:2 has no field 'pred': it has 'prediction', 'answers'" in run.err
+    run.file("hotpotqa", line("hotpotqa", answers="2"))
+    assert run("benchmark=longbench") == 2
+    assert "hotpotqa.jsonl:1: 'answers' cannot be '2': it must be a list" in run.err
+
+
+@pytest.mark.parametrize(("name", "gold"), [("aime24", "x"), ("aime24", "1005"), ("math500", " ")])
+def test_a_gold_answer_that_nothing_equals_is_a_mistake(run: Score, name: str, gold: str) -> None:
+    run.file(name, json.dumps({"answer": "4", "text": r"\boxed{4}"}), json.dumps({"answer": gold, "text": "4"}))
+    assert run(f"benchmark={name}") == 2
+    assert f"{name}.jsonl:2: the answer" in run.err
+
+
+def test_a_file_named_after_another_benchmark_is_not_taken_for_this_one(run: Score) -> None:
+    run.file("aime24", json.dumps({"answer": "4", "text": r"\boxed{4}"}))
+    assert run("benchmark=math500") == 2
+    assert "holds no math500.jsonl" in run.err
+
+
 class Boxed:
     """Stands for a math benchmark: right where the text ends with the answer."""
 

@@ -113,6 +113,19 @@ def test_an_incomplete_cell_is_what_became_of_its_job(sweep: Sweep, slurm: str |
         assert f"again, for what is missing: {sweep.manifest['command']}" in out
 
 
+@pytest.mark.parametrize("content", ['{"job":', '{"job": "x"}', '{"process": 3}', '{"jobs": [3]}'])
+@pytest.mark.parametrize("name", ["started/7.json", "ends/{}.json", "jobs.json"])
+def test_a_damaged_file_is_named_in_one_line(sweep: Sweep, name: str, content: str) -> None:
+    sweep.lose("1d")
+    path = sweep.submitted.folder / name.format(sweep.keys["1d"])
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    code, _, told = sweep.call()
+    assert (code, told.count("\n")) == (2, 1) and f"{path} is damaged" in told
+    path.unlink()
+    assert sweep.call()[0] != 2
+
+
 def test_a_running_cell_tells_how_far_it_is_and_how_long_it_takes(sweep: Sweep) -> None:
     sweep.lose("1d", records=4)
     sweep.jobs(sweep.run_job("7_0", "1d"))

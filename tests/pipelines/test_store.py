@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -82,6 +83,28 @@ def test_shards_of_any_number_are_one_cell(tmp_path: Path) -> None:
         shard.append(record("b"))
         shard.append(record("a"))  # computed under both shardings: counts once
     assert sorted(r["id"] for r in made.records()) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        ((0, 1), (1, 3), True),
+        ((1, 2), (0, 4), False),
+        ((1, 2), (3, 4), True),
+        ((0, 2), (2, 3), True),
+        ((0, 2), (1, 2), False),
+    ],
+)
+def test_shards_with_common_examples_have_one_writer(
+    tmp_path: Path, one: tuple[int, int], other: tuple[int, int], common: bool
+) -> None:
+    assert common == bool(set(range(24)[one[0] :: one[1]]) & set(range(24)[other[0] :: other[1]]))
+    made = cell(tmp_path)
+    for first, second in ((one, other), (other, one)):
+        with made.shard(*first), pytest.raises(Busy) if common else contextlib.nullcontext(), made.shard(*second):
+            pass
+        with made.shard(*second):  # what was given back, or refused, is in nobody's way
+            pass
 
 
 @pytest.mark.req(6)

@@ -22,7 +22,7 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 def script(name: str, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """One of the scripts of slurm/, run to its end."""
     command = [shutil.which("bash") or "/bin/bash", str(SCRIPTS / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Cluster:
         # Not the variables of a cluster on which the tests themselves may be running.
         env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SQUEUE"))}
         env |= {"PATH": PATH, "SLURM_CONF": str(self.dir / "slurm.conf")}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env, cwd=self.dir)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env, cwd=self.dir)
         assert done.returncode == 0 or not check, f"{shlex.join(command)}: {done.stderr}"
         return done
 
@@ -52,7 +52,7 @@ class Cluster:
         out = self.run("squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={','.join(jobs)}")
         return dict(line.split() for line in out.stdout.splitlines())
 
-    def wait(self, *jobs: str, until: set[str] = ENDED, seconds: float = 15) -> dict[str, str]:
+    def wait(self, *jobs: str, until: set[str] = ENDED, seconds: float = 300) -> dict[str, str]:
         deadline = time.monotonic() + seconds
         while True:
             states = self.states(*jobs)

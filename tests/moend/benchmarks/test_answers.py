@@ -236,6 +236,29 @@ def test_different_answers(answer: str, gold: str) -> None:
     assert not equal(answer, gold)
 
 
+REPEATING = {
+    r"0.\overline{3}": r"\frac13", r"0.1\overline{6}": r"\frac{1}{6}", r".\overline{142857}": r"\frac{1}{7}",
+    r"-2.\overline{09}": r"-\frac{23}{11}", r"0.\overline3": r"\frac{1}{3}", r"0.\overline{9}": "1",
+    r"12.3\overline{45}": r"\frac{679}{55}",
+}  # fmt: skip
+
+
+@pytest.mark.req(10)
+@pytest.mark.parametrize("answer", REPEATING)
+def test_repeating_decimals_are_exact(answer: str) -> None:
+    assert equal(answer, REPEATING[answer]) and equal(REPEATING[answer], answer)
+    assert not equal(answer, REPEATING[answer] + "1") and not equal(answer, "0.333")
+
+
+@pytest.mark.req(10)
+def test_the_braces_of_a_set_may_be_left_out() -> None:
+    gold = r"\{1\pm\sqrt{5},-2\}"
+    assert equal(r"-2, 1+\sqrt{5}, 1-\sqrt{5}", gold) and equal(gold, r"-2, 1+\sqrt{5}, 1-\sqrt{5}")
+    assert equal("3, 2, 1", r"\{1,2,3\}")
+    for other in ("1, 2", "(1, 2, 3)", "[1, 2, 3]", "1, 2, 2", "1", r"1, \{2, 3\}", r"\{1, 2, 3\}, 4"):
+        assert not equal(other, r"\{1,2,3\}")
+
+
 INTEGERS = {
     "25": 25, "025": 25, "0": 0, "000": 0, "999": 999, "$25$": 25, r"\textbf{25}": 25, "25.": 25, "25.0": 25,
     "25^\\circ": 25,

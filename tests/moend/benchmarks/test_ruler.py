@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moend.benchmarks import benchmark, ruler
 from moend.benchmarks.niah import NOISE
-from moend.benchmarks.ruler_tasks import ADJECTIVES, NOUNS, TASKS
+from moend.benchmarks.ruler_tasks import ADJECTIVES, INSTRUMENTS, NOUNS, TASKS, TRADES, VERSION
 from moend.benchmarks.text import words
 from moend.errors import Blocked, UserError
 from moend.plan import Arch
@@ -95,6 +95,17 @@ def test_common_words_are_the_ten_most_common(length, often, seldom):
         assert sorted(w for w, _ in counts.most_common(10)) == sorted(s.gold)
         assert set(counts.values()) == {often, seldom}
         assert PLAIN.decode(r.gold_ids).split()[1::2] == list(s.gold)
+
+
+def test_echoing_the_question_names_no_common_word():
+    b = benchmark("ruler", tasks=["cwe"], limit=300)
+    for s in b.samples():
+        assert b.score(s, f"{s.question} {s.answer_prefix}")["score"] == 0
+
+
+def test_no_answer_on_invented_people_is_inside_another():
+    for answers in (TRADES, INSTRUMENTS):
+        assert not [(x, y) for x in answers for y in answers if x != y and x in y]
 
 
 def test_frequent_words_follow_a_zeta_distribution():
@@ -310,7 +321,7 @@ def test_fits_are_kept_for_a_tokenizer_and_checked(tmp_path, caplog, monkeypatch
     first = [b.render(s, PLAIN, ARCH, chat=False) for s in b.samples()]
     (file,) = (tmp_path / "ruler").iterdir()
     header, *fits = [json.loads(line) for line in file.read_text().splitlines()]
-    assert (header["task"], header["length"], header["seed"], header["generator"]) == ("vt", LENGTH, 0, 1)
+    assert (header["task"], header["length"], header["seed"], header["generator"]) == ("vt", LENGTH, 0, VERSION)
     assert [f["tokens"] for f in fits] == [len(r.ids) for r in first]
 
     def searched(*args: Any) -> int:
