@@ -83,7 +83,7 @@ def compress(
         given=plan,
     )
     for kind in chosen.calibrations:
-        if kind not in ("sensitivity", "kl", "ripple") or plan is None:  # what a given plan replaces
+        if kind not in ("sensitivity", "kl", "ripple", "damage") or plan is None:  # what a given plan replaces
             bound.artefact(kind)
     scaling = attention_scaling(model)
     made = chosen.make_scorer()

@@ -52,7 +52,7 @@ class Method:
     window: int | None = None  # None: one group, at most an eighth of the cap
     cost: Literal["resident", "eq1"] = "resident"
     solver: Literal["exact", "greedy", "greedy_paper"] = "exact"
-    table: Literal["sensitivity", "kl"] = "sensitivity"
+    table: Literal["sensitivity", "kl", "damage"] = "sensitivity"
     t_ref: int | str = "auto"
     keeps: Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
     bits: Sequence[int] = (16, 8, 4)
@@ -71,7 +71,7 @@ class Method:
             "overshoot": ("auto", "counted", "paper"),
             "cost": ("resident", "eq1"),
             "solver": ("exact", "greedy", "greedy_paper"),
-            "table": ("sensitivity", "kl"),
+            "table": ("sensitivity", "kl", "damage"),
             "signal": ("output", "local"),
         }
         for key, allowed in choices.items():

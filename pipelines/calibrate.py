@@ -89,6 +89,8 @@ def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) ->
     show(cell, routed, console)
     if "ripple" in folders:
         show_ripple(evaluate.ripple_profile(folders["ripple"]), entries(routed), console)
+    if "damage" in folders:
+        show_damage(evaluate.damage(folders["damage"]), routed, console)
     folder = plan.store.report(f"plan_{cell.facts.method}_{cell.config.budget}_{cell.key[:6]}")
     for path in write(cell, routed, folders, folder):
         say(console, str(path))
@@ -114,7 +116,7 @@ def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
     say(console, f"budget: {terminal.budget(str(Budget.parse(plan['budget'])))}, protocol {plan['protocol']}")
     if plan["objective"] is not None:
         gap = ", proven optimal" if plan["gap"] == 0 else f", at most {plan['gap']:.3g} of it above the optimum"
-        say(console, f"solver {plan['solver']}: summed sensitivity {plan['objective']:.4f}{gap}")
+        say(console, f"solver {plan['solver']}: summed {cell.config.method['table']} {plan['objective']:.4f}{gap}")
 
 
 def entries(plan: dict[str, Any]) -> list[int]:
@@ -142,6 +144,23 @@ def show_ripple(profile: dict[str, Any], tokens: Sequence[int], console: Console
     steady = [f"{name} {r:.2f}" for name, r in info["stability"].items() if r is not None]
     if steady:
         say(console, f"Spearman of the profile with itself under: {'; '.join(steady)}")
+
+
+def show_damage(found: dict[str, Any], plan: dict[str, Any], console: Console) -> None:
+    """What the plan's cut of each layer alone does to the output, beside the cheapest cut that was measured."""
+    cheapest = found["configs"][-1]
+    kinds = found["kinds"]
+    table = Table("layer", *(f"{kind}, {what}" for kind in kinds for what in ("planned", cheapest.name)), box=None)
+    for column in table.columns:
+        column.justify = "right"
+    planned = [found["at"](x["keep"], x["k_bits"], x["v_bits"]) for x in plan["layers"]]
+    for i, c in enumerate(planned):
+        values = [v for kind in kinds.values() for v in (0.0 if c is None else kind[i, c], kind[i, -1])]
+        table.add_row(str(i), *(f"{v:.2g}" for v in values))
+    console.print(table)
+    totals = [sum(0.0 if c is None else kind[i, c] for i, c in enumerate(planned)) for kind in kinds.values()]
+    each = ", ".join(f"{name} {total:.4f}" for name, total in zip(kinds, totals, strict=True))
+    say(console, f"damage in nats, mean of {found['examples']} examples a kind; summed over layers as planned: {each}")
 
 
 def _interval(r: dict[str, float | None]) -> str:
@@ -172,6 +191,11 @@ def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Pa
         values, operations = evaluate.single_operations(folders["sensitivity"])
         if sensitivity.draw(values, operations, f"sensitivity, {cell.facts.model}", folder / "sensitivity.png"):
             made.append(folder / "sensitivity.png")
+    if "damage" in folders:
+        found = evaluate.damage(folders["damage"])
+        names, heading = [c.name for c in found["configs"]], f"damage, {cell.facts.model}"
+        if sensitivity.draw(found["table"], names, heading, folder / "damage.png", "KL at the output, nats (log)"):
+            made.append(folder / "damage.png")
     return made
 
 

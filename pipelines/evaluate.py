@@ -26,8 +26,10 @@ from pipelines.identity import canonical, key
 from pipelines.schema import RunConfig, mistake
 
 if TYPE_CHECKING:
+    import torch
+
     from moend.benchmarks import Benchmark, Sample
-    from moend.calibration import Calibration
+    from moend.calibration import Calibration, DamageSettings, RippleSettings
     from moend.calibration.artefact import Artefact
     from moend.methods import BoundMethod, Method
     from moend.models import LoadedModel, ModelSpec
@@ -212,8 +214,9 @@ class Library:
 
     def _infeasible(self, config: RunConfig, method: Method, arch: Arch, length: int, new: int) -> str | None:
         """Whether the budget can be met: that depends on bytes only, so a table of zeros stands for any other."""
-        measured = tuple(_calibration(canonical(config.calibration)).keeps)
-        zeros = self._once(_zeros, method, arch, measured, by=(tuple(method.keeps), method.table, arch, measured))
+        made = _calibration(canonical(config.calibration))
+        measured = made.damage.configs if method.table == "damage" else tuple(made.keeps)
+        zeros = self._once(_zeros, method, arch, made, by=(tuple(method.keeps), method.table, arch, measured))
         bound = _bind(config, method, arch, length, new, zeros)
         try:
             if not bound.fits(length, new):
@@ -236,12 +239,16 @@ class Library:
         for kind in sorted(method.calibrations, key=lambda k: k != "queries"):
             texts = {
                 "kl": lambda: {"text": _kl_text(calibration)},
-                "ripple": lambda: {"texts": _ripple_texts(calibration)},
+                "ripple": lambda: {"texts": _example_texts(calibration.ripple, calibration.ripple.examples)},
+                "damage": lambda: {"texts": _example_texts(calibration.damage, _damage_examples(calibration.damage))},
             }
             data = key(texts.get(kind, lambda: prompt)())
             settings = {"dtype": spec.dtype, **calibration.settings(kind, method.scorer)}
             if kind == "ripple":  # what the method protects is left alone
                 settings |= {"n_sink": method.n_sink, "recent": method.recent}
+            if kind == "damage":  # and how it stores what it keeps
+                held = ("n_sink", "recent", "group", "window")
+                settings |= {"method": {name: getattr(method, name) for name in held}}
             if "queries" in made and "scorer" in settings:
                 settings["queries"] = made["queries"].key
             described = identity(str(weights["id"]), revision, arch, settings, data, _versions(kind))
@@ -288,6 +295,8 @@ class Library:
         for other in facts.calibrations:
             if other.kind == "queries":
                 statistics = Artefact.load(folder.parent / other.key, other.identity, other.kind).tensors
+        if need.kind == "damage":
+            return self._damage(spec, method, loaded, calibration, statistics)
         shared: dict[str, Any] = {
             "eviction": calibration.eviction,
             "scorer": method.make_scorer() if calibration.eviction == "scorer" else None,
@@ -313,26 +322,11 @@ class Library:
     def _ripple(
         self, spec: ModelSpec, method: Method, loaded: LoadedModel, calibration: Calibration
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        import torch
-
-        from moend.benchmarks.base import added_bos
-        from moend.calibration.kl import windows
-        from moend.calibration.ripple import Base, Noise, profile, summary
+        from moend.calibration.ripple import Noise, profile, summary
+        from moend.calibration.sweep import Base
 
         s = calibration.ripple
-        bos = list(added_bos(loaded.tokenizer))
-        tokens = s.prefix + s.window - len(bos)
-        if s.prefix + s.window > loaded.arch.max_positions:
-            raise UserError(
-                f"calibration.ripple: {s.prefix} + {s.window} tokens are more than the {loaded.arch.max_positions} "
-                f"positions of {spec.label}"
-            )
-        found = [
-            _token_ids(loaded, text, "set calibration.ripple.text (calibration=recall for recall_moe)")
-            for text in _ripple_texts(calibration)
-        ]
-        cut = torch.tensor(found)[:, :tokens] if s.text == "recall" else windows(found[0], s.examples, tokens)
-        ids = torch.cat([torch.tensor([bos] * s.examples, dtype=torch.long).view(s.examples, -1), cut], dim=1)
+        ids = _examples(loaded, s, s.examples, "calibration.ripple")
         a = s.relative_noise
         noises = [Noise(a, s.seed)]
         if s.stability:
@@ -356,6 +350,40 @@ class Library:
         tensors = made.tensors()
         said = summary(tensors, noises, keeps)
         return tensors, {"tokens": ids.numel(), "text": s.text, "text_file": s.text_file, "keeps": keeps, **said}
+
+    def _damage(
+        self,
+        spec: ModelSpec,
+        method: Method,
+        loaded: LoadedModel,
+        calibration: Calibration,
+        statistics: dict[str, Any] | None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        from moend.calibration.damage import damage_table, repeated
+        from moend.calibration.sensitivity import Config
+        from moend.calibration.sweep import Base
+
+        s = calibration.damage
+        scorer = method.make_scorer()
+        if scorer is None:
+            raise UserError(f"{method.name} has no scorer: nothing could be evicted")
+        ids = _examples(loaded, s, _damage_examples(s), "calibration.damage")
+        parts = {kind: ids[i :: len(s.kinds)] for i, kind in enumerate(s.kinds)}  # no kind has another's text
+        examples = {k: repeated(x, s.window, s.cue) if k == "recall" else x for k, x in parts.items()}
+        with terminal.progress(terminal.console(), f"damage table of {spec.label}") as step:
+            made = damage_table(
+                loaded.model,
+                {kind: x.to(loaded.device) for kind, x in examples.items()},
+                s.window,
+                [Config(*c) for c in s.configs],
+                Base(scorer, method.n_sink, method.recent),
+                method.storage,
+                every=s.every,
+                statistics=statistics,
+                progress=step,
+            )
+        info = {"tokens": ids.numel(), "kinds": list(s.kinds), "text": s.text, "text_file": s.text_file}
+        return made.tensors(), info
 
     def plan(self, config: RunConfig, facts: Facts, artefacts: Mapping[str, Path]) -> dict[str, Any] | None:
         """The cell's RoutingPlan as JSON, from its verified artefacts and without the model; None for `full`."""
@@ -606,18 +634,20 @@ def _smallest(error: Infeasible, budget: Budget, arch: Arch, length: int) -> str
     return error.smallest
 
 
-def _zeros(method: Method, arch: Arch, measured: Sequence[float]) -> dict[str, Artefact]:
+def _zeros(method: Method, arch: Arch, calibration: Calibration) -> dict[str, Artefact]:
     """Calibrations of a model that does not mind anything: enough to know whether a budget can be met.
 
-    measured: shares that the calibration holds, of those that may extend the lattice.
+    They hold what the calibration's own would, as far as that bounds the budgets that can be met.
     """
     import torch
 
     from moend.calibration.artefact import Artefact
-    from moend.calibration.sensitivity import encode, extend_lattice, lattice
+    from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice
 
-    keeps = [k for k in extend_lattice(tuple(method.keeps)) if k in method.keeps or k in measured]
+    keeps = [k for k in extend_lattice(tuple(method.keeps)) if k in method.keeps or k in calibration.keeps]
     configs = lattice(tuple(keeps), (16, 8, 4, 2))
+    if method.table == "damage":
+        configs = tuple(Config(*c) for c in calibration.damage.configs)
     tensors = {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
     flat = torch.zeros(1, arch.layers)
     return {
@@ -633,14 +663,38 @@ def _kl_text(calibration: Calibration) -> str:
     return text.part("calibration", calibration.kl.text_file)
 
 
-def _ripple_texts(calibration: Calibration) -> list[str]:
-    """What profiles are measured on, never tested on: one text to cut windows from, or (recall) one an example."""
+def _damage_examples(s: DamageSettings) -> int:
+    """Examples of all kinds."""
+    return len(s.kinds) * s.examples
+
+
+def _example_texts(s: RippleSettings | DamageSettings, count: int) -> list[str]:
+    """What profiles and damage are measured on, never tested on: one text to cut from, or (recall) one an example."""
     from moend.benchmarks import recall, text
 
-    s = calibration.ripple
     if s.text == "recall":
-        return recall.calibration_texts(s.examples, s.prefix, s.window)
+        return recall.calibration_texts(count, s.prefix, s.window)
     return [text.part("calibration", s.text_file)]
+
+
+def _examples(loaded: LoadedModel, s: RippleSettings | DamageSettings, count: int, name: str) -> torch.Tensor:
+    """(count, prefix + window) ids, the BOS included: disjoint windows of the calibration's text."""
+    import torch
+
+    from moend.benchmarks.base import added_bos
+    from moend.calibration.kl import windows
+
+    bos = list(added_bos(loaded.tokenizer))
+    tokens = s.prefix + s.window - len(bos)
+    if s.prefix + s.window > loaded.arch.max_positions:
+        raise UserError(
+            f"{name}: {s.prefix} + {s.window} tokens are more than the {loaded.arch.max_positions} positions of "
+            f"{loaded.spec.label}"
+        )
+    remedy = f"set {name}.text (calibration=recall for recall_moe)"
+    found = [_token_ids(loaded, text, remedy) for text in _example_texts(s, count)]
+    cut = torch.tensor(found)[:, :tokens] if s.text == "recall" else windows(found[0], count, tokens)
+    return torch.cat([torch.tensor([bos] * count, dtype=torch.long).view(count, -1), cut], dim=1)
 
 
 def _token_ids(loaded: LoadedModel, text: str, remedy: str) -> list[int]:
@@ -662,6 +716,25 @@ def ripple_profile(folder: Path) -> dict[str, Any]:
     return {"response": t["response"].numpy(), "local": t["local"].numpy(), "damage": damage, "info": artefact.info}
 
 
+def damage(folder: Path) -> dict[str, Any]:
+    """A damage artefact for tables and figures: table (L, C), kinds {name: (L, C)}, configs (C), examples of a kind,
+    at(keep, K bits, V bits): a configuration's column, None where it was not measured."""
+    from moend.calibration.artefact import Artefact
+    from moend.calibration.sensitivity import Config, decode
+
+    artefact = Artefact.load(folder, kind="damage")
+    t = artefact.tensors
+    configs = decode(t["configs"])
+    columns = {c: i for i, c in enumerate(configs)}
+    return {
+        "table": t["table"].numpy(),
+        "kinds": {name: x.numpy() for name, x in zip(artefact.info["kinds"], t["per_kind"], strict=True)},
+        "configs": configs,
+        "examples": t["per_example"].shape[1],
+        "at": lambda keep, k_bits, v_bits: columns.get(Config(keep, k_bits, v_bits)),
+    }
+
+
 def agreement(sensitivity: Path, kl: Path) -> dict[str, Any]:
     """How well the proxy ranks what the KL table measures, over what both hold (MoE-nD, appendix B)."""
     from moend.calibration.artefact import Artefact
@@ -674,13 +747,14 @@ def agreement(sensitivity: Path, kl: Path) -> dict[str, Any]:
 
 
 def _versions(kind: str) -> dict[str, int]:
-    from moend.calibration import kl, queries, ripple, sensitivity
+    from moend.calibration import damage, kl, queries, ripple, sensitivity
 
     versions = {
         "sensitivity": sensitivity.VERSION,
         "queries": queries.VERSION,
         "kl": kl.VERSION,
         "ripple": ripple.VERSION,
+        "damage": damage.VERSION,
     }
     return {kind: versions[kind]}
 

@@ -28,7 +28,7 @@ def routed(
     tokens: int | None,
     extend: bool,
 ) -> tuple[list[LayerPlan], Solution]:
-    """Layer plans of least summed sensitivity S (a `sensitivity` or `kl` table) under demand.total, and how found.
+    """Layer plans of least summed S (a `sensitivity`, `kl` or `damage` table) under demand.total, and how found.
 
     keeps x bits (K choices, V choices) is the lattice. common: one keep value for all layers (`2d`), the best that
     fits. tokens: a fixed number of entries in every layer, bits routed (2d under the paper's protocol). extend: smaller
@@ -60,7 +60,7 @@ def _solve(
         share = min(tokens / demand.reference, 1.0)
         keeps = [min(keeps, key=lambda k: abs(k - share))]
     configs = [Config(k, kb, vb) for k in sorted(set(keeps), reverse=True) for kb in bits[0] for vb in bits[1]]
-    if sensitivity.kind == "kl":  # a KL table is dear and may hold a part of the lattice
+    if sensitivity.kind != "sensitivity":  # measured at the model's output, a table is dear: a part of the lattice
         measured = {*decode(sensitivity.tensors["configs"]), Config(1.0, 16, 16)}
         configs = [c for c in configs if c in measured]
     caps = [tokens if tokens is not None else max(round(c.keep * demand.reference), demand.least) for c in configs]

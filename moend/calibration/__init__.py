@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from moend.errors import UserError, unknown
 
-__all__ = ["Calibration", "KLSettings", "RippleSettings"]
+__all__ = ["Calibration", "DamageSettings", "KLSettings", "RippleSettings"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,54 @@ class RippleSettings:
 
 
 @dataclass(frozen=True)
+class DamageSettings:
+    """`calibration.damage`: the table of `ripple_2d` on `examples` examples of each of `kinds`.
+
+    KL at every `every`-th of the `window` tokens after `prefix` tokens; `cue`: how many tokens announce a repeated
+    passage. keeps x bits (K, V) are the configurations; the uncompressed one costs nothing and need not be among them.
+    """
+
+    kinds: tuple[str, ...] = ("text", "recall")
+    examples: int = 4
+    prefix: int = 1024
+    window: int = 48
+    every: int = 3
+    cue: int = 16
+    keeps: tuple[float, ...] = (0.025, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
+    bits: tuple[tuple[int, int], ...] = ((8, 4), (4, 4))
+    text: Literal["text", "recall", "file"] = "text"
+    text_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("examples", 1), ("prefix", 2), ("window", 1), ("every", 1), ("cue", 1)):
+            if not _whole(value := getattr(self, name)) or value < low:
+                raise UserError(f"calibration.damage.{name} must be a whole number >= {low}, got {value!r}")
+        if not self.kinds or len(set(self.kinds)) < len(self.kinds):
+            raise UserError(f"calibration.damage.kinds must be different kinds, at least one, got {list(self.kinds)}")
+        for kind in self.kinds:
+            if kind not in ("text", "recall"):
+                raise unknown("calibration.damage.kinds", str(kind), ("text", "recall"))
+        if not self.keeps or not all(isinstance(k, int | float) and 0 < k <= 1 for k in self.keeps):
+            raise UserError(f"calibration.damage.keeps must be shares in (0, 1], at least one, got {list(self.keeps)}")
+        if not self.bits or not all(len(pair) == 2 and set(pair) <= {16, 8, 4, 2} for pair in self.bits):
+            raise UserError(
+                "calibration.damage.bits must be pairs [K, V] of 16, 8, 4 and 2, at least one, got "
+                f"{[list(pair) for pair in self.bits]}"
+            )
+        if self.text not in ("text", "recall", "file"):
+            raise unknown("calibration.damage.text", str(self.text), ("text", "recall", "file"))
+        if (self.text == "file") != (self.text_file is not None):
+            raise UserError(
+                "calibration.damage.text_file must be given exactly where calibration.damage.text is 'file'"
+            )
+
+    @property
+    def configs(self) -> tuple[tuple[float, int, int], ...]:
+        """(keep, K bits, V bits) that are measured, each once, from the dearest to the cheapest."""
+        return tuple(sorted({(float(k), *pair) for k in self.keeps for pair in self.bits}, reverse=True))
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The fields of a conf/calibration file, documented there."""
 
@@ -84,6 +132,7 @@ class Calibration:
     bits: tuple[int, ...] = (16, 8, 4)
     kl: KLSettings = field(default_factory=KLSettings)
     ripple: RippleSettings = field(default_factory=RippleSettings)
+    damage: DamageSettings = field(default_factory=DamageSettings)
 
     def __post_init__(self) -> None:
         if self.text is not None and not str(self.text).strip():
@@ -119,12 +168,21 @@ class Calibration:
                     raise UserError(f"calibration.ripple.damage must be a list of shares, got {ripple['damage']!r}")
                 ripple["damage"] = tuple(ripple["damage"])
             values["ripple"] = RippleSettings(**ripple)
+        if "damage" in values:
+            if not isinstance(values["damage"], Mapping):
+                raise UserError(f"calibration.damage must hold fields of its own, got {values['damage']!r}")
+            damage = dict(_known(DamageSettings, values["damage"], "calibration.damage"))
+            for name in {"kinds", "keeps", "bits"} & set(damage):
+                if not _listed(damage[name]) or (name == "bits" and not all(_listed(x) for x in damage[name])):
+                    raise UserError(f"calibration.damage.{name} must be a list, got {damage[name]!r}")
+                damage[name] = tuple(tuple(x) if name == "bits" else x for x in damage[name])
+            values["damage"] = DamageSettings(**damage)
         return cls(**values)
 
     def settings(self, kind: str, scorer: Mapping[str, Any] | None) -> dict[str, Any]:
         """The part of an artefact's identity that is settings: only what the numbers of this kind depend on.
 
-        scorer: name and parameters of the method's scorer (kinds `sensitivity` and `kl` with eviction `scorer`).
+        scorer: name and parameters of the method's scorer (`damage`; `sensitivity` and `kl` with eviction `scorer`).
         """
         if kind == "queries":
             return {}
@@ -133,6 +191,14 @@ class Calibration:
             del ripple["text"], ripple["text_file"]  # the text enters by its hash
             ripple["damage"] = sorted(set(self.ripple.damage))
             return ripple | ({"scorer": dict(scorer)} if scorer is not None and self.ripple.damage else {})
+        if kind == "damage":
+            if scorer is None:
+                raise UserError("a damage calibration needs a method with a scorer")
+            d = self.damage
+            measured = {name: getattr(d, name) for name in ("examples", "prefix", "window", "every")}
+            if "recall" in d.kinds:
+                measured["cue"] = d.cue
+            return {"kinds": list(d.kinds), "configs": [list(c) for c in d.configs], "scorer": dict(scorer)} | measured
         chosen: dict[str, Any] = {"eviction": self.eviction}
         if self.eviction == "random":
             chosen["seeds"] = list(self.seeds)
@@ -159,6 +225,10 @@ def _known(cls: type, fields: Mapping[str, Any], where: str) -> Mapping[str, Any
         if name not in names:
             raise unknown(f"{where} field", str(name), names)
     return fields
+
+
+def _listed(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _whole(value: object) -> bool:

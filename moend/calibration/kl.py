@@ -283,15 +283,32 @@ class Stack:
         """Mean KL(reference || states) in nats over the reference's positions."""
         total, start = 0.0, 0
         for logits in self._logits(states[-len(reference) :]):
-            p = reference[start : start + len(logits)].double()
-            total += float((p.exp() * (p - F.log_softmax(logits, dim=-1))).sum())
+            total += float(_kl(reference[start : start + len(logits)], logits).sum())
             start += len(logits)
         return total / len(reference)
+
+    def divergences(self, reference: Tensor, states: Tensor) -> list[float]:
+        """The divergence of each of states (rows, positions, hidden), few positions each: many rows in one product."""
+        if states.shape[1] > POSITIONS:
+            return [self.divergence(reference, row) for row in states]
+        found: list[float] = []
+        for part in states.split(max(POSITIONS // states.shape[1], 1)):
+            (logits,) = self._logits(part.flatten(0, 1))
+            found += _kl(reference, logits.unflatten(0, part.shape[:2])).mean(-1).tolist()
+        return found
 
     def _logits(self, states: Tensor) -> Any:
         """float64: what separates p from q is often less than float32 resolves in a sum over the vocabulary."""
         for part in states.split(POSITIONS):
             yield self.model.lm_head(self.base.norm(part)).double()
+
+
+def _kl(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(p || q) of log p (n, V) and float64 logits (..., n, V) of q: (..., n)."""
+    log_p = reference.double()
+    p = log_p.exp()
+    # sum p (log p - z) + log Z: one pass over q's logits for each term, no log-probabilities of q are stored
+    return (p * log_p).sum(-1) - torch.einsum("nv,...nv->...n", p, logits) + p.sum(-1) * logits.logsumexp(-1)
 
 
 def agreement(proxy: Any, kl: Any, configs: Sequence[Config]) -> dict[str, Any]:

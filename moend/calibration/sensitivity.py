@@ -112,7 +112,7 @@ def decode(configs: Tensor) -> tuple[Config, ...]:
 
 
 def table(artefact: Artefact, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
-    """(L, len(configs)): the columns of a `sensitivity` or `kl` artefact for these configurations, in this order.
+    """(L, len(configs)): a `sensitivity`, `kl` or `damage` artefact's columns for these configurations, in this order.
 
     What changes nothing costs nothing: the uncompressed configuration is 0 where it was not measured.
     """
@@ -122,9 +122,10 @@ def table(artefact: Artefact, configs: Sequence[Config]) -> npt.NDArray[np.float
         at[full] = values.shape[1]
         values = torch.cat([values, values.new_zeros(len(values), 1)], dim=1)
     if missing := [c for c in configs if c not in at]:
+        where = "calibration.damage" if artefact.kind == "damage" else "calibration"
         raise UserError(
             f"the {artefact.kind} calibration {artefact.key} has no column for {missing[0].name} "
-            f"({len(missing)} of {len(configs)} missing): add its keep or bits to calibration.keeps or calibration.bits"
+            f"({len(missing)} of {len(configs)} missing): add its keep or bits to {where}.keeps or {where}.bits"
         )
     return values[:, [at[c] for c in configs]].numpy()
 

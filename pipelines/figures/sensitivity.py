@@ -12,7 +12,9 @@ import numpy.typing as npt
 from pipelines.figures import style
 
 
-def draw(singles: npt.NDArray[Any], operations: Sequence[str], title: str, path: Path) -> bool:
+def draw(
+    singles: npt.NDArray[Any], operations: Sequence[str], title: str, path: Path, unit: str = "relative L2 error (log)"
+) -> bool:
     """Heatmap of singles (layers, operations) on a log colour scale, with each operation's max/min ratio beside it."""
     from matplotlib.colors import LogNorm
 
@@ -34,7 +36,7 @@ def draw(singles: npt.NDArray[Any], operations: Sequence[str], title: str, path:
         heat.set_title(title)
         heat.grid(visible=False)
         bar = fig.colorbar(image, ax=heat, pad=0.01, fraction=0.04)
-        bar.set_label("relative L2 error (log)")
+        bar.set_label(unit)
         spread = shown.max(axis=0) / shown.min(axis=0)
         strip.barh(range(n), spread, color=style.SKY, height=0.7)
         for i, ratio in enumerate(spread):

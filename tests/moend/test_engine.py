@@ -16,9 +16,10 @@ from moend import models
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered, Sample
 from moend.cache import Row
+from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
 from moend.calibration.queries import TrigStatistics
-from moend.calibration.sensitivity import extend_lattice, lattice, measure
+from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice, measure
 from moend.engine import Engine, Generation, Job, Outcome, stable_seed
 from moend.errors import UserError
 from moend.methods import BoundMethod, bind, method, method_names
@@ -44,8 +45,18 @@ def artefacts(loaded: Any) -> dict[str, Artefact]:
     return {
         "queries": Artefact("queries", {}, queries, {}),
         "sensitivity": Artefact("sensitivity", {}, table.tensors(), {}),
+        "damage": damage(),
         "ripple": Artefact("ripple", {}, {k: torch.tensor([[3.0, 1.0, 9.0, 0.0]]) for k in ("response", "local")}, {}),
     }
+
+
+def damage() -> Artefact:
+    """Of a model that needs its third layer."""
+    configs = [Config(*c) for c in DamageSettings().configs]
+    loss = torch.tensor([1 - c.keep + 0.1 / c.k_bits for c in configs], dtype=torch.float64)
+    return Artefact(
+        "damage", {}, {"table": torch.tensor([[3.0], [1.0], [9.0], [0.1]]) * loss, "configs": encode(configs)}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from moend.allocation import Demand
 from moend.allocation.uniform import largest
 from moend.cache import LayerCapture, Prefilled
+from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
-from moend.calibration.sensitivity import SINGLES, encode, extend_lattice, lattice
+from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattice, lattice
 from moend.errors import Blocked, Infeasible, UserError
 from moend.methods import BoundMethod, Method, bind, from_fields, method, method_names, reference_length
 from moend.plan import Arch, Budget, layer_bytes, peak_layer_bytes
@@ -49,9 +50,19 @@ def ripple(arch: Arch = ARCH, seed: int = 0) -> Artefact:
     return Artefact("ripple", {}, tensors, {})
 
 
+def damage(arch: Arch = ARCH, seed: int = 0) -> Artefact:
+    """A random table of the configurations that a calibration measures by default."""
+    configs = [Config(*c) for c in DamageSettings().configs]
+    scale = torch.rand(arch.layers, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+    loss = torch.tensor([[1 - c.keep, 8 / c.k_bits / 8] for c in configs], dtype=torch.float64)
+    return Artefact("damage", {}, {"table": scale @ loss.T, "configs": encode(configs)}, {})
+
+
 def calibrations(arch: Arch = ARCH) -> dict[str, Artefact]:
     """One of each kind that a packaged method needs."""
-    return {"sensitivity": sensitivity(arch), "queries": queries(arch), "ripple": ripple(arch)}
+    return {"sensitivity": sensitivity(arch), "queries": queries(arch), "ripple": ripple(arch)} | {
+        "damage": damage(arch)
+    }
 
 
 def bound(name: str, budget: object, protocol: str = "matched", arch: Arch = ARCH, **rest: Any) -> BoundMethod:
@@ -465,3 +476,23 @@ def test_routing_can_read_a_kl_table():
     plan = b.plan(1000, 16)
     assert (plan.layers[2].keep, plan.layers[2].k_bits, plan.layers[2].v_bits) == (1.0, 16, 16)
     assert 1 <= plan.objective < 100  # others gave way for it
+
+
+def test_ripple_2d_spares_the_layer_that_its_table_fears_for():
+    """A layer keeps its tokens where cutting them hurts, and every plan is one of what was measured."""
+    made = damage()
+    made.tensors["table"][3] *= 1000
+    b = bind(method("ripple_2d"), Budget.parse("10%"), "matched", ARCH, t_ref=None, artefacts={"damage": made})
+    assert b.method.calibrations == ("damage",)
+    plan = b.plan(1000, 16)
+    assert plan.layers[3].keep == max(x.keep for x in plan.layers) > 0.2
+    measured = {*DamageSettings().configs, (1.0, 16, 16)}
+    assert all((x.keep, x.k_bits, x.v_bits) in measured for x in plan.layers)
+    with pytest.raises(Infeasible, match="ripple_2d cannot meet the budget"):
+        replace_budget(b, "0.5%").plan(1000, 16)
+    with pytest.raises(Blocked, match="needs a damage calibration and has none"):
+        bind(method("ripple_2d"), Budget.parse("10%"), "matched", ARCH, t_ref=None).plan(1000, 16)
+
+
+def replace_budget(b: BoundMethod, budget: str) -> BoundMethod:
+    return dataclasses.replace(b, budget=Budget.parse(budget), _plans={})

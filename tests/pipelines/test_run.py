@@ -39,8 +39,9 @@ def cells(store: Path) -> dict[str, dict[str, Any]]:
 def process(store: Path, *args: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", STUB_MAIN, f"paths.store={store}", "tracking=none", *args]
     return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests that run in the background ignore it
+    )  # fmt: skip
 
 
 @pytest.mark.req(7)

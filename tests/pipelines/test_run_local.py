@@ -26,10 +26,25 @@ SWEEP = (
 )  # fmt: skip
 
 
-def run(store: Path, *args: str) -> tuple[int, str]:
+# Loaded by every Python that finds it on its path: records take a moment, so that faults find workers at work.
+SLOW = """
+import os, time
+real = os.fsync
+def fsync(fd):
+    real(fd)
+    time.sleep(0.1)
+os.fsync = fsync
+"""
+
+
+def run(store: Path, *args: str, slow: bool = False) -> tuple[int, str]:
+    folder = store.parent / "slow"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SLOW)
+    path = {"PYTHONPATH": str(folder)} if slow else {}
     done = subprocess.run(
         [sys.executable, "-m", "pipelines.run", f"paths.store={store}", *SWEEP, *args], cwd=ROOT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, timeout=PATIENCE_S,
     )  # fmt: skip
     return done.returncode, done.stdout
@@ -60,7 +75,7 @@ def test_workers_are_killed_and_cancelled_and_nothing_is_lost_or_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = Store(tmp_path / "store")
-    code, out = run(store.root, "cluster.workers=2", "cluster.wait=false")
+    code, out = run(store.root, "cluster.workers=2", "cluster.wait=false", slow=True)
     assert code == 0 and "started local-" in out, out
     (name,) = store.sweep_names()
     sweep = Submitted(store.sweep(name))
@@ -102,7 +117,7 @@ def test_workers_are_killed_and_cancelled_and_nothing_is_lost_or_repeated(
 
 def test_a_worker_that_dies_alone_leaves_a_failure_with_its_log(tmp_path: Path, capsys: Any) -> None:
     store = Store(tmp_path / "store")
-    assert run(store.root, "cluster.workers=1", "cluster.wait=false", "method=SnapKV", "seed=0")[0] == 0
+    assert run(store.root, "cluster.workers=1", "cluster.wait=false", "method=SnapKV", "seed=0", slow=True)[0] == 0
     (name,) = store.sweep_names()
     sweep = Submitted(store.sweep(name))
     (worker,) = until(lambda: workers(sweep) if records(store.root) else None, "the worker")

@@ -6,7 +6,8 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
-from moend.calibration.ripple import Base, Noise, correlation, disturbed, profile, summary
+from moend.calibration.ripple import Noise, correlation, disturbed, profile, summary
+from moend.calibration.sweep import Base
 from moend.errors import UserError
 from moend.scoring import scorer
 from tests.tiny import tiny

@@ -24,7 +24,7 @@ def read(name: str) -> Calibration:
 @pytest.mark.parametrize("name", sorted(p.stem for p in CONF.glob("*.yaml")))
 def test_every_file_binds(name):
     made = read(name)
-    for kind in ("sensitivity", "queries", "kl", "ripple"):
+    for kind in ("sensitivity", "queries", "kl", "ripple", "damage"):
         canonical(made.settings(kind, {"name": "trig"}))
     assert kl.named_configs(made.kl.configs)
 
@@ -64,6 +64,16 @@ def test_the_files_say_what_the_method_says():
         ({"ripple": {"text_file": "x"}}, "text_file must be given exactly where"),
         ({"ripple": {"stability": 1}}, "calibration.ripple.stability must be true or false, got 1"),
         ({"ripple": []}, "calibration.ripple must hold fields"),
+        ({"damage": {"keep": [1]}}, "unknown calibration.damage field 'keep'. Did you mean 'keeps'"),
+        ({"damage": {"examples": 0}}, "calibration.damage.examples must be a whole number >= 1, got 0"),
+        ({"damage": {"kinds": ["recal"]}}, "Did you mean 'recall'"),
+        ({"damage": {"kinds": ["text", "text"]}}, "calibration.damage.kinds must be different kinds"),
+        ({"damage": {"kinds": "text"}}, "calibration.damage.kinds must be a list, got 'text'"),
+        ({"damage": {"keeps": [0]}}, r"calibration.damage.keeps must be shares in \(0, 1\]"),
+        ({"damage": {"bits": [8, 4]}}, "calibration.damage.bits must be a list"),
+        ({"damage": {"bits": [[8, 3]]}}, "calibration.damage.bits must be pairs"),
+        ({"damage": {"text": "file"}}, "text_file must be given exactly where"),
+        ({"damage": 3}, "calibration.damage must hold fields"),
     ],
 )
 def test_mistakes_are_one_line(fields, message):
@@ -95,6 +105,22 @@ def test_settings_hold_only_what_the_numbers_depend_on():
     assert shuffled.settings("ripple", snap) == a.settings("ripple", snap)
     with pytest.raises(UserError, match="needs a method with a scorer"):
         a.settings("sensitivity", None)
+
+
+def test_damage_settings_hold_only_what_the_numbers_depend_on():
+    snap = {"name": "snapkv"}
+    a = Calibration().settings("damage", snap)
+
+    def of(**fields):
+        return Calibration.from_fields({"damage": fields}).settings("damage", snap)
+
+    assert of(keeps=[1, 0.6, 0.35, 0.2, 0.1, 0.05, 0.025, 0.6], bits=[[4, 4], [8, 4]]) == a
+    assert Calibration(eviction="random").settings("damage", snap) == a  # the method's own scorer, always
+    assert of(kinds=["text"], cue=3) == of(kinds=["text"])
+    changed = [of(examples=3), of(prefix=99), of(window=4), of(every=1), of(cue=3), of(keeps=[0.5]), of(bits=[[8, 8]])]
+    assert all(x != a for x in [*changed, Calibration().settings("damage", {"name": "trig"})])
+    with pytest.raises(UserError, match="needs a method with a scorer"):
+        Calibration().settings("damage", None)
 
 
 def test_settings_reach_the_table():
