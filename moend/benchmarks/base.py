@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from moend.benchmarks.answers import THINK_END, THINK_START, after_thinking
+from moend.benchmarks.hub import HubFile
 from moend.errors import Blocked, UserError, unknown
 from moend.models import TEMPLATE_DATE
 from moend.plan import Arch
@@ -172,14 +173,22 @@ class Benchmark(ABC):
         """None where the data is here or can be fetched or generated, else the one line that says what is missing."""
         return None
 
+    @property
+    def hub_file(self) -> HubFile | None:
+        """What is fetched from the hub, where the data come from there."""
+        return None
+
     def absent(self) -> str | None:
         """The one line that says what `samples` would fetch first; None where the data is here or made. No network."""
-        return None
+        reason = self.hub_file.absent() if self.hub_file else None
+        return f"data '{self.name}': {reason}" if reason else None
 
     def fetch(self) -> None:
         """Bring data that is absent to this machine, for later without network; Blocked where it is not to be had."""
         if reason := self.available():
             raise Blocked(reason)
+        if self.hub_file:
+            self.hub_file.get()
 
     # What all share
 

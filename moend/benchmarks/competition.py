@@ -105,24 +105,16 @@ class Competition(Benchmark):
 
     def available(self) -> str | None:
         """What is missing: files of data_dir, or the hub's file where the hub is switched off."""
-        if self.data_dir is not None:
-            missing = [self._file(t) for t in self.task_names if not self._file(t).is_file()]
-            return f"benchmark.data_dir={self.data_dir}: there is no {missing[0]}" if missing else None
-        return self._hub.unavailable()
-
-    def absent(self) -> str | None:
-        """The hub's file, where it is not here yet."""
-        reason = self._hub.absent() if self.data_dir is None else None
-        return f"data '{self.name}': {reason}" if reason else None
-
-    def fetch(self) -> None:
-        """The hub's file; nothing where data_dir holds the problems."""
-        super().fetch()
-        if self.data_dir is None:
-            self._hub.get()
+        if self.hub_file:
+            return self.hub_file.unavailable()
+        missing = [self._file(t) for t in self.task_names if not self._file(t).is_file()]
+        return f"benchmark.data_dir={self.data_dir}: there is no {missing[0]}" if missing else None
 
     @property
-    def _hub(self) -> HubFile:
+    def hub_file(self) -> HubFile | None:
+        """One file at the pinned commit; none where data_dir holds the rows."""
+        if self.data_dir is not None:
+            return None
         one = SETS[self.task_names[0]]
         return HubFile(one.repo, one.file, str(self.revision), self._cache)
 
@@ -166,8 +158,7 @@ class Competition(Benchmark):
 
     def _rows(self, task: str) -> Iterator[tuple[dict[str, Any], str]]:
         one = SETS[task]
-        local = self.data_dir is not None
-        path = self._file(task) if local else self._hub.get()
+        path = self.hub_file.get() if self.hub_file else self._file(task)
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
@@ -176,7 +167,7 @@ class Competition(Benchmark):
         else:
             read = list(_lines(path))
         for row, where in read:
-            if not local and one.id in row:
+            if self.hub_file and one.id in row:
                 row = {**row, "id": f"{one.id_prefix}{row[one.id]}"}
             yield row, where
 

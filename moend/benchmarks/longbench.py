@@ -123,29 +123,21 @@ class LongBench(Benchmark):
 
     def available(self) -> str | None:
         """What is missing: files of data_dir, or the hub's archive where the hub is switched off."""
-        if self.data_dir is not None:
-            try:
-                for task in self.task_names:
-                    if next(iter(self._lines(task)), None) is None:
-                        raise Blocked(f"benchmark.data_dir={self.data_dir} has no rows of {task}")
-            except Blocked as e:
-                return str(e)
-            return None
-        return self._hub.unavailable()
-
-    def absent(self) -> str | None:
-        """The hub's archive, where it is not here yet."""
-        reason = self._hub.absent() if self.data_dir is None else None
-        return f"data '{self.name}': {reason}" if reason else None
-
-    def fetch(self) -> None:
-        """The hub's archive; nothing where data_dir holds the rows."""
-        super().fetch()
-        if self.data_dir is None:
-            self._hub.get()
+        if self.hub_file:
+            return self.hub_file.unavailable()
+        try:
+            for task in self.task_names:
+                if next(iter(self._lines(task)), None) is None:
+                    raise Blocked(f"benchmark.data_dir={self.data_dir} has no rows of {task}")
+        except Blocked as e:
+            return str(e)
+        return None
 
     @property
-    def _hub(self) -> HubFile:
+    def hub_file(self) -> HubFile | None:
+        """One file at the pinned commit; none where data_dir holds the rows."""
+        if self.data_dir is not None:
+            return None
         return HubFile(HUB, "data.zip", str(self.revision), self._cache)
 
     def expected(self) -> dict[str, int]:
@@ -190,9 +182,9 @@ class LongBench(Benchmark):
     def _lines(self, task: str) -> Iterator[tuple[str, str]]:
         """(file:number, line) of every row of a task; Blocked where there is no such file."""
         name = f"{task}_e.jsonl" if self.e else f"{task}.jsonl"
-        if self.data_dir is None:
-            return self._zipped(self._hub.get(), name)
-        source = Path(self.data_dir).expanduser()
+        if self.hub_file:
+            return self._zipped(self.hub_file.get(), name)
+        source = Path(str(self.data_dir)).expanduser()
         if source.is_dir():
             if not (source / name).is_file():
                 raise Blocked(f"benchmark.data_dir={self.data_dir} has no {name}")
