@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moend.errors import UserError
 from pipelines import slurm, terminal
-from pipelines.compose import explain
+from pipelines.compose import small
 from pipelines.jobs import Job, Submitted
 from pipelines.report import parse
 from pipelines.store import Process, Store, held
@@ -69,10 +69,10 @@ def _name(process: Process) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(args):
-        print(USAGE)
-        return 0
+    return small(argv, USAGE, _main)
+
+
+def _main(args: list[str]) -> int:
     try:
         values = parse(args, {"sweep": "", "paths.store": os.environ.get("MOEND_STORE", "outputs")})
         if not values["sweep"]:
@@ -90,11 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except slurm.Unreachable as e:
         print(f"error: Slurm: {e}", file=sys.stderr)
         return 1
-    except Exception as e:
-        if (line := explain(e, args)) is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

@@ -74,11 +74,10 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
                 file=sys.stderr,
             )
             return 143 if isinstance(e, Terminated) else 130
-        except BrokenPipeError:  # who read the output, `head` say, has read enough
+        except BrokenPipeError:
             if started:
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush at the end
-            return 128 + signal.SIGPIPE
+            return _read_enough()
         except Exception as e:
             line = explain(e, args)
             if line is None and not started:  # Hydra meets some mistakes with an assertion or a bare ValueError
@@ -89,6 +88,29 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
                 return 1
             print(f"error: {line}", file=sys.stderr)
             return 2
+
+
+def _read_enough() -> int:
+    """The exit code where the reader of the output, `head` say, has read enough: nothing is left to flush."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def small(argv: Sequence[str] | None, usage: str, body: Callable[[list[str]], int]) -> int:
+    """Run a program of key=value arguments without Hydra. Returns the exit code; a mistake is one line and 2."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if {"-h", "--help"} & set(args):
+            print(usage, flush=True)
+            return 0
+        return body(args)
+    except BrokenPipeError:
+        return _read_enough()
+    except Exception as e:
+        if (line := explain(e, args)) is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        return 2
 
 
 def command(args: Sequence[str], name: str) -> str:

@@ -19,7 +19,7 @@ from rich.table import Table
 from moend.errors import UserError, unknown
 from moend.statistics import Difference
 from pipelines import results
-from pipelines.compose import explain
+from pipelines.compose import small
 from pipelines.deltas import ABLATIONS, Delta, Scored, deltas
 from pipelines.identity import differences
 from pipelines.store import CorruptRecords, Store, read_json, write_atomic, write_json
@@ -396,10 +396,10 @@ def parse(argv: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(args):
-        print(USAGE)
-        return 0
+    return small(argv, USAGE, _main)
+
+
+def _main(args: list[str]) -> int:
     try:
         values = parse(
             args, {"sweep": "latest", "paths.store": os.environ.get("MOEND_STORE", "outputs"), "rescore": "false"}
@@ -425,11 +425,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CorruptRecords as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    except Exception as e:
-        if (line := explain(e, args)) is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from moend.errors import UserError, unknown
-from pipelines.compose import config_folder, explain
+from pipelines.compose import config_folder, small
 from pipelines.report import parse
 from pipelines.store import write_json
 from pipelines.terminal import console, say
@@ -362,27 +362,21 @@ def _scorer(name: str, e: str) -> Callable[[Path], Scored]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(args):
-        print(USAGE)
-        return 0
-    try:
-        values = parse(args, {"benchmark": "", "predictions": "", "out": "", "e": ""})
-        for name in ("benchmark", "predictions"):
-            if not values[name]:
-                raise UserError(f"{name}= is missing: python -m pipelines.score benchmark=longbench predictions=DIR")
-        source = Path(values["predictions"]).expanduser()
-        scored = _scorer(values["benchmark"], values["e"])(source)
-        folder = source if source.is_dir() else source.parent
-        out, to = Path(values["out"]).expanduser() if values["out"] else folder, console()
-        show(scored, _published(folder), to)
-        say(to, str(write(scored, out)))
-        return 0
-    except Exception as e:
-        if (line := explain(e, args)) is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        return 2
+    return small(argv, USAGE, _main)
+
+
+def _main(args: list[str]) -> int:
+    values = parse(args, {"benchmark": "", "predictions": "", "out": "", "e": ""})
+    for name in ("benchmark", "predictions"):
+        if not values[name]:
+            raise UserError(f"{name}= is missing: python -m pipelines.score benchmark=longbench predictions=DIR")
+    source = Path(values["predictions"]).expanduser()
+    scored = _scorer(values["benchmark"], values["e"])(source)
+    folder = source if source.is_dir() else source.parent
+    out, to = Path(values["out"]).expanduser() if values["out"] else folder, console()
+    show(scored, _published(folder), to)
+    say(to, str(write(scored, out)))
+    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from moend.errors import UserError
 from pipelines import slurm, terminal
-from pipelines.compose import explain
+from pipelines.compose import small
 from pipelines.jobs import Job, Started, Submitted, last_line
 from pipelines.report import parse
 from pipelines.store import CellStore, CorruptRecords, RecordKey, Store, parse_records, record_key, write_json
@@ -303,10 +303,10 @@ def problems(view: View) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(args):
-        print(USAGE)
-        return 0
+    return small(argv, USAGE, _main)
+
+
+def _main(args: list[str]) -> int:
     try:
         root = os.environ.get("MOEND_STORE", "outputs")
         values = parse(args, {"sweep": "latest", "watch": "false", "jobs": "true", "paths.store": root})
@@ -322,11 +322,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return view.code
     except KeyboardInterrupt:
         return 130
-    except Exception as e:
-        if (told := explain(e, args)) is None:
-            raise
-        print(f"error: {told}", file=sys.stderr)
-        return 2
 
 
 def _watch(store: Store, name: str, to: Console) -> View:
