@@ -51,7 +51,11 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one cell did with one example. Bytes are held bytes: after the prompt, at the end, the most and the mean."""
+    """What one cell did with one example. Bytes are held bytes: after the prompt, at the end, the most and the mean.
+
+    k_bits, v_bits: per layer, the most of any head where these differ. positions: where asked for, the kept entries'
+    positions after the prompt, for each layer those of each KV head.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -78,6 +82,7 @@ class Outcome:
     select_seconds: float = 0.0
     decode_seconds: float = 0.0
     peak_bytes: int = 0
+    positions: list[list[Tensor]] = field(default_factory=list)
 
 
 def stable_seed(*parts: Any) -> int:
@@ -118,6 +123,11 @@ def _finish(batch: Sequence[_Sequence], cache: CompressedCache, slots: Sequence[
     for s, slot in zip(batch, slots, strict=True):
         s.out.resident_bytes_end, s.out.resident_bytes_mean = int(held[slot]), float(mean[slot])
         s.out.compressed |= any(min(c) < seen for c in cache.counts(slot))
+
+
+def _head_positions(parts: Sequence[Row]) -> list[Tensor]:
+    """Positions that each KV head of a layer holds."""
+    return [p for row in parts for p in torch.atleast_2d(row.true_positions()).expand(row.heads, -1)]
 
 
 class Engine:
@@ -169,8 +179,9 @@ class Engine:
         *,
         question_visible: bool = True,
         seed: int = 0,
+        positions: bool = False,
     ) -> list[Outcome]:
-        """Outcomes of `jobs` on one example, in order, from one prefill."""
+        """Outcomes of `jobs` on one example, in order, from one prefill. positions: with those of the kept entries."""
         ids, gold = list(rendered.ids), list(rendered.gold_ids)
         limit = rendered.max_new_tokens if generation.max_new_tokens is None else generation.max_new_tokens
         if rendered.max_new_tokens == 0:
@@ -192,7 +203,7 @@ class Engine:
             prefill_bytes = sum(
                 t.nbytes for x in prefilled.layers for t in (x.keys, x.values, x.queries) if t is not None
             )
-            batches = self._batches(self._fork(prefilled, jobs, rendered, new, generation, seed))
+            batches = self._batches(self._fork(prefilled, jobs, rendered, new, generation, seed, positions))
             del prefilled  # it goes with the last fork
             outcomes, held = [], 0
             for batch in batches:
@@ -251,6 +262,7 @@ class Engine:
         new: int,
         generation: Generation,
         seed: int,
+        positions: bool,
     ) -> Iterator[_Sequence]:
         """Compress for one job after the other, each when it is asked for."""
         ids, gold = list(rendered.ids), list(rendered.gold_ids)
@@ -271,19 +283,21 @@ class Engine:
                 )
             cache = made.fork()
             layers = cache.parts()
-            entries, storages = cache.entries(), [parts[0].storage for parts in layers]
+            entries, quantised = cache.entries(), any(x.storage.quantised for parts in layers for x in parts)
             result = Outcome(
-                compressed=any(min(n) < tokens for n in cache.counts()) or any(x.quantised for x in storages),
+                compressed=any(min(n) < tokens for n in cache.counts()) or quantised,
                 resident_bytes=cache.resident_bytes(),
                 eq1_bytes=sum(_eq1(r, self.arch) for parts in layers for r in parts),
                 full_bytes=full,
                 entries=entries,
                 effective_keep=[n / tokens for n in entries],
-                k_bits=[x.k_bits for x in storages],
-                v_bits=[x.v_bits for x in storages],
+                k_bits=[max(x.storage.k_bits for x in parts) for parts in layers],
+                v_bits=[max(x.storage.v_bits for x in parts) for parts in layers],
                 select_seconds=time.perf_counter() - begin,
             )
             result.resident_bytes_peak = result.resident_bytes
+            if positions:
+                result.positions = [_head_positions(parts) for parts in layers]
             result.diagnostics = diagnose(method.method.make_scorer(), prefilled, cache, self.scaling)
             if self.flips and gold:
                 answer = [*ids[tokens:], *gold]

@@ -96,7 +96,7 @@ def compress(
     def follow(tokens: int) -> tuple[BoundMethod, int]:
         """The method fitted to a prompt of this length, and how many tokens may follow it."""
         if max_new_tokens is not None or chosen.schedule == "prompt":
-            return bound, max_new_tokens or chosen.beta
+            return bound, max_new_tokens or 128
         # Caps must hold for as long as the model can go on; shares then refer to four budgets, as for any long
         # generation (`methods.reference_length`).
         positions = bound.arch.max_positions

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from moend.allocation import Demand, head_tokens, pyramid, ripple, routed, shaped, uniform
+from moend.allocation import Demand, adaptive, head_tokens, headed, pyramid, ripple, routed, shaped, uniform
 from moend.allocation.shares import Shape
-from moend.cache import CompressedCache, LayerSpec, Prefilled, Schedule, Selector, compress
+from moend.cache import CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
 from moend.errors import Blocked, Infeasible, UserError, unknown
 from moend.plan import BITS, Arch, Budget, LayerPlan, RoutingPlan, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
@@ -33,22 +33,23 @@ EVERYTHING = 2**40  # a cap that is never reached
 class Method:
     """The fields of a conf/method file.
 
-    scorer: {name, parameters} or None (all tokens). allocator: all | uniform | threshold | pyramid | ripple | routed.
-    precision: {k_bits, v_bits}, each a number or `routed`. schedule: prompt (compress once) | every (again while
-    decoding, every `beta` tokens).
+    scorer: {name, parameters} or None (all tokens). allocator: all | uniform | adaptive | threshold | pyramid | ripple
+    | routed. precision: {k_bits, v_bits}, each a number or `routed`. schedule: prompt (compress once) | every (again
+    while decoding, every `beta` tokens). heads: a routed method gives each KV head its own entries and bits.
     """
 
     name: str
     version: int = 1
     scorer: Mapping[str, Any] | None = None
-    allocator: Literal["all", "uniform", "threshold", "pyramid", "ripple", "routed"] = "uniform"
+    allocator: Literal["all", "uniform", "adaptive", "threshold", "pyramid", "ripple", "routed"] = "uniform"
     precision: Mapping[str, int | str] = field(default_factory=lambda: {"k_bits": 16, "v_bits": 16})
     schedule: Literal["prompt", "every"] = "prompt"
-    beta: int = 128
+    beta: int | float = 128  # tokens; a share in (0, 1): of a layer's cap
     overshoot: Literal["auto", "counted", "paper"] = "auto"
     n_sink: int = 4
     recent: int | float = 32  # entries; a share in (0, 1): of what a layer keeps
     group: int = 64
+    channels: int = 64  # that share one V scale
     window: int | None = None  # None: one group, at most an eighth of the cap
     cost: Literal["resident", "eq1"] = "resident"
     solver: Literal["exact", "greedy", "greedy_paper"] = "exact"
@@ -56,6 +57,7 @@ class Method:
     t_ref: int | str = "auto"
     keeps: Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
     bits: Sequence[int] = (16, 8, 4)
+    heads: bool = False
     extend_lattice: bool = True
     always_quantise: bool = False
     r: float = 1.5  # ripple: the budgets of the most and the least sensitive layer are as r to 1
@@ -63,10 +65,11 @@ class Method:
     signal: Literal["output", "local"] = "output"  # ripple: the response that budgets follow
     mode: str | None = None  # of a scorer that has modes (moezip: query | recon)
     anchor_min: int | None = None  # of scorer moezip
+    reindex: bool = False  # of scorer streaming: positions count inside the cache, as in the original
 
     def __post_init__(self) -> None:
         choices: dict[str, Sequence[str]] = {
-            "allocator": ("all", "uniform", "threshold", "pyramid", "ripple", "routed"),
+            "allocator": ("all", "uniform", "adaptive", "threshold", "pyramid", "ripple", "routed"),
             "schedule": ("prompt", "every"),
             "overshoot": ("auto", "counted", "paper"),
             "cost": ("resident", "eq1"),
@@ -77,15 +80,17 @@ class Method:
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise unknown(f"method.{key}", str(getattr(self, key)), allowed)
-        for key, low in {"beta": 1, "n_sink": 0, "group": 1}.items():
+        for key, low in {"n_sink": 0, "group": 1, "channels": 1}.items():
             value = getattr(self, key)
             if not isinstance(value, int) or value < low:
                 raise UserError(f"method.{key} must be a whole number >= {low}, got {value!r}")
-        whole = isinstance(self.recent, int) and not isinstance(self.recent, bool)
-        if not (self.recent >= 0 if whole else 0 < self.recent < 1):
-            raise UserError(
-                f"method.recent must be a whole number >= 0 or a share in (0, 1) of what is kept, got {self.recent!r}"
-            )
+        for key, low, of in (("recent", 0, "what is kept"), ("beta", 1, "a layer's cap")):
+            value = getattr(self, key)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (value >= low if whole else 0 < value < 1):
+                raise UserError(
+                    f"method.{key} must be a whole number >= {low} or a share in (0, 1) of {of}, got {value!r}"
+                )
         if self.window is not None and self.window < 0:
             raise UserError(f"method.window must be >= 0 or null, got {self.window}")
         if not all(0 < k <= 1 for k in self.keeps) or not self.keeps:
@@ -107,10 +112,39 @@ class Method:
         if (self.allocator == "all") != (self.scorer is None):
             raise UserError("method.scorer must be null exactly where method.allocator is 'all'")
         made = self.make_scorer()
-        if self.allocator == "threshold" and not (
+        if self.allocator in ("threshold", "adaptive") and not (
             made is not None and made.per_head and self.schedule == "prompt" and set(self.precision.values()) == {16}
         ):
-            raise UserError("method.allocator=threshold needs a scorer per head, 16 bit and schedule=prompt")
+            raise UserError(f"method.allocator={self.allocator} needs a scorer per head, 16 bit and schedule=prompt")
+        if self.allocator == "threshold" and made is not None and made.name == "moezip":
+            raise UserError(
+                "method.allocator=threshold compares the scores of heads, and those of scorer moezip are places in "
+                "each head's own order: set allocator=uniform"
+            )
+        if self.heads and not (
+            made is not None
+            and made.per_head
+            and (self.allocator, self.schedule, self.table) == ("routed", "prompt", "damage")
+        ):
+            raise UserError(
+                "method.heads=true needs a scorer per head, allocator=routed, table=damage and schedule=prompt"
+            )
+        if self.reindex and not (
+            made is not None and made.name == "streaming" and self.schedule == "every" and not self.quantises
+        ):
+            raise UserError("method.reindex needs scorer streaming, schedule=every and 16 bit")
+        if self.schedule == "every" and made is not None and not made.at_decode:
+            raise UserError(f"scorer {made.name} cannot score while decoding: method.schedule must be prompt")
+
+    @property
+    def label(self) -> str:
+        """Its name in tables: a variant that is another method says so."""
+        return self.name + (" (reindexed)" if self.reindex else "")
+
+    @property
+    def quantises(self) -> bool:
+        """Whether it may store anything at fewer than 16 bits."""
+        return set(self.precision.values()) != {16}
 
     @property
     def routes_bits(self) -> bool:
@@ -150,7 +184,7 @@ class Method:
         if (made := self.make_scorer()) is not None:
             form = "per_head" if made.per_head else "shared"
             mass = self.schedule == "every" and "mass" in made.observes
-        return Storage(k_bits, v_bits, group, window, form, mass)
+        return Storage(k_bits, v_bits, group, window, form, mass, channels=self.channels)
 
 
 METHOD_FOLDERS = (Path(__file__).parents[1] / "conf" / "method",)
@@ -219,7 +253,12 @@ class BoundMethod:
             if len(self.given.layers) != self.arch.layers:
                 raise UserError(f"the plan has {len(self.given.layers)} layers, the model has {self.arch.layers}")
             if any(x.head_tokens is not None for x in self.given.layers):
-                raise UserError("the plan sets head_tokens; only plans per layer are supported")
+                raise UserError("the plan sets head_tokens; a plan per head sets heads")
+            headed = [x.heads for x in self.given.layers if x.heads is not None]
+            if any(len(heads) != self.arch.kv_heads for heads in headed):
+                raise UserError(f"the plan has layers of other than the model's {self.arch.kv_heads} KV heads")
+            if headed and self.method.schedule != "prompt":
+                raise UserError("a plan per head needs method.schedule=prompt: heads do not evict while decoding")
         for kind, artefact in self.artefacts.items():
             made_for = {k: v for k, v in artefact.identity.get("arch", {}).items() if k != "max_positions"}
             if wrong := [f"{k}: has {v}, needs {n}" for k, v in made_for.items() if v != (n := getattr(self.arch, k))]:
@@ -237,11 +276,28 @@ class BoundMethod:
         """The smallest cap: a layer that never passes its cap while decoding holds an old entry and the new one."""
         return 2 if self.method.schedule == "every" and self.overshoot == "counted" else 1
 
+    @property
+    def per_sample(self) -> bool:
+        """Whether each sample's own scores say what layers and heads keep: its plan is an average then, and no more."""
+        return self.method.allocator == "threshold"
+
     def reserve(self, cap: int, new: int) -> int:
         """Entries of a cap left free after an eviction for the tokens to come ("counted")."""
         if self.method.schedule == "prompt" or self.overshoot == "paper":
             return 0
-        return min(self.method.beta, cap // 2, new)
+        return min(self._beta(cap), cap // 2, new)
+
+    def _beta(self, cap: int) -> int:
+        """Tokens between two evictions of a layer with this cap."""
+        beta = self.method.beta
+        return beta if isinstance(beta, int) else max(int(beta * cap), 1)
+
+    def storage(self, cap: int, k_bits: int, v_bits: int) -> Storage:
+        """`Method.storage` on this model; while decoding also the last queries that its scorer goes by."""
+        stored, made = self.method.storage(cap, k_bits, v_bits), self.method.make_scorer()
+        if made is None or self.method.schedule == "prompt":
+            return stored
+        return replace(stored, queries=made.last_queries * self.arch.q_heads // self.arch.kv_heads)
 
     def plan(self, tokens: int, new: int) -> RoutingPlan:
         """The plan for a sample of `tokens` prompt tokens, with up to `new` fed afterwards (question and output)."""
@@ -264,7 +320,7 @@ class BoundMethod:
             least=self.least,
             total=round(total * 4 / 1.5) if paper and m.routes_bits else total,
             cost="eq1" if paper else m.cost,
-            storage=m.storage,
+            storage=self.storage,
             reserve=lambda cap: self.reserve(cap, new),
             new=new,
         )
@@ -280,6 +336,10 @@ class BoundMethod:
                 layers = shaped(demand, fixed, self._shape(), m.n_sink + recent, top)
             elif fixed is not None and m.allocator != "routed":
                 layers = uniform(demand, fixed, tokens)
+            elif m.heads:
+                layers, solved = headed(
+                    demand, self.artefact(m.table), keeps=m.keeps, bits=self._bit_choices(), solver=m.solver
+                )
             else:
                 layers, solved = routed(
                     demand,
@@ -293,15 +353,15 @@ class BoundMethod:
                 )
         except Infeasible as e:
             raise Infeasible(f"{m.name} cannot meet the budget {self.budget}: {e}", e.smallest) from None
-        ratio = self.t_ref is None
-        heads, dim = arch.kv_heads, arch.head_dim
-        held = [min(x.tokens or 0, reference) for x in layers]
-        whole = [demand.exact and n >= top for n in held]
-        left = [reference - new if w else n - self.reserve(n, new) for n, w in zip(held, whole, strict=True)]
-        resident = sum(
-            int(layer_bytes(n, self._stored(x, full=w), heads, dim))
-            for n, x, w in zip(left, layers, whole, strict=True)
-        )
+        ratio, dim = self.t_ref is None, arch.head_dim
+        resident = eq1 = 0
+        for x in layers:
+            for part in x.heads or (x,):
+                held, count = min(part.tokens or 0, reference), 1 if x.heads else arch.kv_heads
+                whole = demand.exact and held >= top
+                left = reference - new if whole else held - self.reserve(held, new)
+                resident += int(layer_bytes(left, self._stored(part.tokens or 0, part, full=whole), count, dim))
+                eq1 += eq1_bytes(held, count, dim, part.k_bits, part.v_bits)
         return RoutingPlan(
             model=self.model_id,
             revision=self.revision,
@@ -311,13 +371,8 @@ class BoundMethod:
             solver=m.solver if solved else "none",
             objective=solved.objective if solved else None,
             gap=solved.gap if solved else None,
-            layers=tuple(replace(x, tokens=None) for x in layers) if ratio else tuple(layers),
-            predicted={
-                "eq1_bytes": sum(
-                    eq1_bytes(n, heads, dim, x.k_bits, x.v_bits) for n, x in zip(held, layers, strict=True)
-                ),
-                "resident_bytes": resident,
-            },
+            layers=tuple(map(_shares, layers)) if ratio else tuple(layers),
+            predicted={"eq1_bytes": eq1, "resident_bytes": resident},
         )
 
     def _shape(self) -> Shape:
@@ -330,8 +385,8 @@ class BoundMethod:
         profile = measured.double().mean(0).numpy()  # over examples
         return functools.partial(ripple, profile=profile, r=m.r, gamma=m.gamma)
 
-    def _stored(self, layer: LayerPlan, full: bool) -> Storage:
-        storage = self.method.storage(layer.tokens or 0, layer.k_bits, layer.v_bits)
+    def _stored(self, cap: int, layer: LayerPlan, full: bool) -> Storage:
+        storage = self.storage(cap, layer.k_bits, layer.v_bits)
         return storage.whole if full else storage
 
     def artefact(self, kind: str) -> Artefact:
@@ -345,7 +400,7 @@ class BoundMethod:
 
     def fits(self, tokens: int, new: int) -> bool:
         """Whether all of prompt and output at 16 bit fits the budget, or it is 100 %: then nothing is compressed."""
-        if self.method.allocator == "all" and not self._quantises():
+        if self.method.allocator == "all" and not self.method.quantises:
             return True
         room = self.budget.to_bytes(self.arch, tokens)
         everything = self.budget == Budget("ratio", 1.0) or self.arch.full_bytes(tokens + new) <= room
@@ -362,10 +417,7 @@ class BoundMethod:
     def needs_rotary(self) -> bool:
         """Whether its scorer works with un-rotated keys and needs the model's frequencies."""
         made = self.method.make_scorer()
-        return made is not None and made.statistics is not None
-
-    def _quantises(self) -> bool:
-        return self.method.precision not in ({"k_bits": 16, "v_bits": 16},)
+        return self.method.reindex or (made is not None and made.statistics is not None)
 
     def specs(self, tokens: int, new: int) -> list[LayerSpec]:
         """What each layer holds of a prompt of `tokens`, with up to `new` tokens to come."""
@@ -374,9 +426,11 @@ class BoundMethod:
         plan = self.plan(tokens, new)
         specs = []
         for layer in plan.layers:
-            cap = layer.tokens if layer.tokens is not None else round(layer.keep * (tokens + new))
-            cap = max(cap, self.least)
-            storage = self.method.storage(cap, layer.k_bits, layer.v_bits)
+            if layer.heads is not None:
+                specs.append(self._headed(layer.heads, tokens, new))
+                continue
+            cap = self._cap(layer, tokens, new)
+            storage = self.storage(cap, layer.k_bits, layer.v_bits)
             if self.method.schedule == "every" and self.overshoot == "counted":
                 cap = self._growth(cap, tokens, new, storage)
             if cap >= tokens + new or self.method.allocator == "all":
@@ -385,9 +439,20 @@ class BoundMethod:
                 specs.append(LayerSpec(cap, storage))
             else:
                 reserve = self.reserve(cap, new)
-                schedule = Schedule(cap, reserve, self.method.beta, self.overshoot)
+                schedule = Schedule(cap, reserve, self._beta(cap), self.overshoot)
                 specs.append(LayerSpec(cap - reserve if tokens > cap - reserve else tokens, storage, schedule))
         return specs
+
+    def _cap(self, plan: LayerPlan, tokens: int, new: int) -> int:
+        """Entries that a layer or a head may hold."""
+        return max(plan.tokens if plan.tokens is not None else round(plan.keep * (tokens + new)), self.least)
+
+    def _headed(self, heads: Sequence[LayerPlan], tokens: int, new: int) -> LayerSpec:
+        """What a layer holds whose heads differ."""
+        caps = [self._cap(x, tokens, new) for x in heads]
+        storages = tuple(self._stored(n, x, full=n >= tokens) for n, x in zip(caps, heads, strict=True))
+        held = tuple(min(n, tokens) for n in caps)
+        return LayerSpec(round(sum(held) / len(held)), storages[0], heads=held, storages=storages)
 
     def _growth(self, cap: int, tokens: int, new: int, storage: Storage) -> int:
         """The cap of a prompt so short that it reaches it by growing.
@@ -436,10 +501,20 @@ class BoundMethod:
 
         tokens, key = prefilled.tokens(row), (repr(made), calibrated, seed)
         specs = self.specs(tokens, new)
-        if self.method.allocator == "threshold" and any(s.tokens < tokens for s in specs):
+        if self.method.allocator in ("threshold", "adaptive") and any(s.tokens < tokens for s in specs):
             scores = [prefilled.scores(selector(layer), key, row) for layer in range(self.arch.layers)]
-            counts = head_tokens(scores, self._entries(tokens), 1)
+            if self.method.allocator == "threshold":
+                counts = head_tokens(scores, self._entries(tokens), 1)
+            else:
+                counts = [adaptive(s, min(spec.tokens, tokens)) for s, spec in zip(scores, specs, strict=True)]
             specs = [replace(s, heads=tuple(c)) for s, c in zip(specs, counts, strict=True)]
+        if self.method.reindex:
+            if rotary is None:
+                raise ValueError("a re-indexed cache needs the model's rotary")
+            specs = [
+                replace(s, schedule=replace(s.schedule, reindex=Reindex(self.method.n_sink, rotary[i])))
+                for i, s in enumerate(specs)
+            ]
         return compress(
             prefilled,
             specs,
@@ -453,6 +528,12 @@ class BoundMethod:
         """Entries of single heads that the budget holds, each with a position of its own."""
         position = 0 if self.protocol == "paper" else 4  # eq. (1) counts codes only
         return self.budget.to_bytes(self.arch, tokens) // (4 * self.arch.head_dim + position)
+
+
+def _shares(layer: LayerPlan) -> LayerPlan:
+    """A plan for a budget that follows each sample: shares, no numbers of entries."""
+    heads = None if layer.heads is None else tuple(map(_shares, layer.heads))
+    return replace(layer, tokens=None, heads=heads)
 
 
 def bind(method: Method, budget: Budget, protocol: Protocol, arch: Arch, **rest: Any) -> BoundMethod:

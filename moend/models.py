@@ -74,6 +74,7 @@ class ModelSpec:
     type. device: auto, cpu, cuda, cuda:1, mps. device_map: transformers'. chat_template: wrap
     prompts in the tokenizer's template if it has one. calibration_text: what sensitivities are measured on by default.
     reconstruction: how to ask for the context to be repeated, for a vocabulary that lacks KVZip's own words.
+    texts: the bundled texts whose words it knows: `text` (English) or `recall` (recall_moe's tasks).
     """
 
     name: str
@@ -93,6 +94,7 @@ class ModelSpec:
     chat_template: bool = True
     calibration_text: str = ""
     reconstruction: str = ""
+    texts: Literal["text", "recall"] = "text"
 
     def __post_init__(self) -> None:
         if not self.id or not str(self.id).strip():

@@ -48,6 +48,8 @@ class Storage:
     window: all of it is held as it is.
     positions: "none" where nothing was evicted, "shared" one int32 per token, "per_head" one per token and KV head.
     mass: also one float32 per token and KV head, the attention it received, for scorers that go on summing it.
+    queries: also so many 16-bit query vectors per KV head, the last ones of its group, for scorers that go by them
+    while decoding. channels: most channels that share one V scale.
     """
 
     k_bits: int = 16
@@ -56,12 +58,16 @@ class Storage:
     window: int = 64
     positions: Literal["none", "shared", "per_head"] = "none"
     mass: bool = False
+    queries: int = 0
+    channels: int = 64
 
     def __post_init__(self) -> None:
         if self.k_bits not in BITS or self.v_bits not in BITS:
             raise UserError(f"bits must be one of {BITS}, got k_bits={self.k_bits}, v_bits={self.v_bits}")
         if self.group < 1 or self.window < 0:
             raise UserError(f"group must be >= 1 and window >= 0, got {self.group} and {self.window}")
+        if self.channels < 1 or self.queries < 0:
+            raise UserError(f"channels must be >= 1 and queries >= 0, got {self.channels} and {self.queries}")
 
     @property
     def quantised(self) -> bool:
@@ -71,12 +77,12 @@ class Storage:
     @property
     def whole(self) -> Storage:
         """How a layer that never evicts is held: nothing is kept for choosing."""
-        return replace(self, positions="none", mass=False)
+        return replace(self, positions="none", mass=False, queries=0)
 
 
-def v_group(head_dim: int) -> int:
-    """Channels that share one V scale: 64, or the largest divisor of head_dim below."""
-    return next(g for g in range(min(64, head_dim), 0, -1) if head_dim % g == 0)
+def v_group(head_dim: int, channels: int = 64) -> int:
+    """Channels that share one V scale: `channels`, or the largest divisor of head_dim below."""
+    return next(g for g in range(min(channels, head_dim), 0, -1) if head_dim % g == 0)
 
 
 def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, tail: int | Ints | None = None) -> Ints:
@@ -95,11 +101,12 @@ def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, t
     else:
         k = n * head_dim * 2
     if storage.v_bits < 16:
-        v = m * head_dim * storage.v_bits // 8 + m * (head_dim // v_group(head_dim)) * 4 + t * head_dim * 2
+        scales = head_dim // v_group(head_dim, storage.channels)
+        v = m * head_dim * storage.v_bits // 8 + m * scales * 4 + t * head_dim * 2
     else:
         v = n * head_dim * 2
     beside = {"none": 0, "shared": 4, "per_head": 4 * kv_heads}[storage.positions] + 4 * kv_heads * storage.mass
-    return np.asarray(kv_heads * (k + v) + beside * n, dtype=np.int64)
+    return np.asarray(kv_heads * (k + v + storage.queries * head_dim * 2) + beside * n, dtype=np.int64)
 
 
 def peak_layer_bytes(cap: int, reserve: int, storage: Storage, kv_heads: int, head_dim: int) -> int:
@@ -167,13 +174,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer's share: `tokens` is its cap in entries per KV head, the newest included (null for ratio budgets)."""
+    """One layer's share: `tokens` is its cap in entries per KV head, the newest included (null for ratio budgets).
+
+    heads: the same for each KV head, where they differ; the layer's own values are then their means, the most bits.
+    """
 
     keep: float
     tokens: int | None
     k_bits: int = 16
     v_bits: int = 16
     head_tokens: tuple[int, ...] | None = None
+    heads: tuple[LayerPlan, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.keep, int | float) or not 0 < self.keep <= 1:
@@ -216,9 +227,15 @@ class RoutingPlan:
             raise UserError(f"{source} has plan schema {schema!r}; this version reads schema 1")
         try:
             layers = tuple(
-                LayerPlan(**{**x, "head_tokens": None if x.get("head_tokens") is None else tuple(x["head_tokens"])})
+                replace(_layer_plan(x), heads=None if x.get("heads") is None else tuple(map(_layer_plan, x["heads"])))
                 for x in data.pop("layers")
             )
             return cls(layers=layers, **data)
         except (TypeError, KeyError, UserError) as e:
             raise UserError(f"{source} is not a plan of schema 1: {e}") from None
+
+
+def _layer_plan(x: dict[str, Any]) -> LayerPlan:
+    """A layer or a head of a file, without what it says of its heads."""
+    tokens = x.get("head_tokens")
+    return LayerPlan(**{**x, "heads": None, "head_tokens": None if tokens is None else tuple(tokens)})

@@ -83,6 +83,14 @@ def unrotate(x: Tensor, positions: Tensor, rot: Rotary) -> Tensor:
     return unpairs(real * cos + imag * sin, imag * cos - real * sin, rot)
 
 
+def back(x: Tensor, positions: int, rot: Rotary) -> Tensor:
+    """x (..., d), roped at some position, as if it stood `positions` before it: float32."""
+    angle = positions * rot.frequencies(x.shape[-1]).to(x.device).double()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    real, imag = pairs(x.float(), rot)
+    return unpairs(real * cos + imag * sin, imag * cos - real * sin, rot)
+
+
 def rotary(model: Any, layer: int | None = None) -> Rotary:
     """The rotation in use now in `layer` (None: in all layers, which must then agree).
 

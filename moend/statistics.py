@@ -5,8 +5,9 @@ All resampling is over examples, within each task (stratum), and a score over se
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
@@ -267,30 +268,55 @@ def _sign_flips(groups: list[Floats], seed: int, resamples: int) -> float:
     if len(d) <= EXACT:
         signs = 1 - 2 * (np.arange(2 ** len(d))[:, None] >> np.arange(len(d)) & 1)
         return float((np.abs(signs @ d) >= least).mean())
-    rng, step, count = np.random.default_rng(seed), max(1, _BLOCK // len(d)), 0
-    for i in range(0, resamples, step):
-        signs = 2 * rng.integers(2, size=(min(step, resamples - i), len(d)), dtype=np.int8) - 1
-        count += int((np.abs(signs @ d) >= least).sum())
+    blocks = _kept_signs if resamples * len(d) <= _BLOCK else _signs
+    count = sum(int((np.abs(signs @ d) >= least).sum()) for signs in blocks(len(d), seed, resamples))
     return (count + 1) / (resamples + 1)  # the observed one counted in
+
+
+def _signs(n: int, seed: int, resamples: int) -> Iterator[Floats]:
+    """Drawn signs of n values, rows of +1 and -1, a block at a time."""
+    rng, step = np.random.default_rng(seed), max(1, _BLOCK // n)
+    for i in range(0, resamples, step):
+        drawn = rng.integers(2, size=(min(step, resamples - i), n), dtype=np.int8)
+        yield (2 * drawn - 1).astype(np.float64)
+
+
+@functools.lru_cache(maxsize=2)
+def _kept_signs(n: int, seed: int, resamples: int) -> list[Floats]:
+    """`_signs`, kept like `_kept_picks`."""
+    return list(_signs(n, seed, resamples))
 
 
 def _interval(groups: list[Floats], seed: int, level: float, method: str, resamples: int) -> Interval:
     estimate = float(np.mean([g.mean() for g in groups]))
     if all(len(g) == 1 for g in groups):
         return Interval(estimate, None, None)
-    rng = np.random.default_rng(seed)
     draws = np.zeros(resamples)
-    for g in groups:
-        step = max(1, _BLOCK // len(g))
-        for i in range(0, resamples, step):
-            size = min(step, resamples - i)
-            draws[i : i + size] += g[rng.integers(len(g), size=(size, len(g)))].mean(axis=1) / len(groups)
+    sizes = tuple(len(g) for g in groups)
+    picks = _kept_picks if resamples * sum(sizes) <= _BLOCK else _picks
+    for stratum, begin, rows in picks(sizes, seed, resamples):
+        draws[begin : begin + len(rows)] += groups[stratum][rows].mean(axis=1) / len(groups)
     tail = (1 - level) / 2
     shares = np.array([tail, 1 - tail])
     if method == "bca":
         shares = _bca(groups, draws, estimate, shares)
     low, high = np.quantile(draws, shares)
     return Interval(estimate, float(low), float(high))
+
+
+def _picks(sizes: Sequence[int], seed: int, resamples: int) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
+    """Which examples each resample takes: (stratum, the first resample, rows of indices), a block at a time."""
+    rng = np.random.default_rng(seed)
+    for stratum, n in enumerate(sizes):
+        step = max(1, _BLOCK // n)
+        for begin in range(0, resamples, step):
+            yield stratum, begin, rng.integers(n, size=(min(step, resamples - begin), n))
+
+
+@functools.lru_cache(maxsize=2)
+def _kept_picks(sizes: tuple[int, ...], seed: int, resamples: int) -> list[tuple[int, int, npt.NDArray[np.int64]]]:
+    """`_picks`, kept: the hundreds of differences of a table are over equally many examples."""
+    return list(_picks(sizes, seed, resamples))
 
 
 def _bca(groups: list[Floats], draws: Floats, estimate: float, shares: Floats) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -81,10 +82,15 @@ def _agree(plan: Plan, console: Console) -> None:
 
 
 def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) -> None:
+    from pipelines.figures.ripple_profile import entries
+
     folders = {n.kind: plan.store.calibration(n.key) for n in cell.facts.calibrations}
     routed = library.plan(cell.config, cell.facts, folders)
     if routed is None:
-        say(console, f"{cell.label}: keeps everything, there is no plan")
+        why = (
+            "keeps everything" if cell.facts.is_full else "each sample's scores divide its budget over layers and heads"
+        )
+        say(console, f"{cell.label}: {why}, there is no plan")
         return
     show(cell, routed, console)
     if "ripple" in folders:
@@ -102,14 +108,16 @@ def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
     """The plan as a table, a line per layer, and what it costs and promises."""
     layers = plan["layers"]
     say(console, f"{cell.label}: {cell.facts.model}, reference {plan['t_ref']} tokens")
-    table = Table("layer", "kept", "", "tokens", "K bits", "V bits", box=None)
+    headed = any(x.get("heads") for x in layers)
+    table = Table("layer", "kept", "", "tokens", "K bits", "V bits", *["its heads"] * headed, box=None)
     for column in (0, 1, 3, 4, 5):
         table.columns[column].justify = "right"
     for i, x in enumerate(layers):
         share = x["keep"] if x["tokens"] is None else min(x["tokens"] / plan["t_ref"], 1)
         tokens = round(share * plan["t_ref"]) if x["tokens"] is None else x["tokens"]
         bar = "█" * round(share * 20)
-        table.add_row(str(i), f"{share:.3f}", bar, str(tokens), str(x["k_bits"]), str(x["v_bits"]))
+        own = ["  ".join(f"{h['keep']:.3g} K{h['k_bits']} V{h['v_bits']}" for h in x.get("heads") or ())] * headed
+        table.add_row(str(i), f"{share:.3f}", bar, str(tokens), str(x["k_bits"]), str(x["v_bits"]), *own)
     console.print(table)
     predicted = plan["predicted"]
     say(console, f"predicted: {size(predicted['eq1_bytes'])} by eq. 1, {size(predicted['resident_bytes'])} resident")
@@ -117,12 +125,6 @@ def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
     if plan["objective"] is not None:
         gap = ", proven optimal" if plan["gap"] == 0 else f", at most {plan['gap']:.3g} of it above the optimum"
         say(console, f"solver {plan['solver']}: summed {cell.config.method['table']} {plan['objective']:.4f}{gap}")
-
-
-def entries(plan: dict[str, Any]) -> list[int]:
-    """Entries per layer at the plan's reference length."""
-    t = plan["t_ref"]
-    return [round(x["keep"] * t) if x["tokens"] is None else min(x["tokens"], t) for x in plan["layers"]]
 
 
 def show_ripple(profile: dict[str, Any], tokens: Sequence[int], console: Console) -> None:
@@ -141,7 +143,8 @@ def show_ripple(profile: dict[str, Any], tokens: Sequence[int], console: Console
         say(console, f"|Spearman| with the damage at {float(keep):.0%} kept: {', '.join(parts)}")
     if info["damage"]:
         say(console, "published (RippleKV, table 1): output 0.799 (0.723 to 0.857), depth 0.359 (0.218 to 0.480)")
-    steady = [f"{name} {r:.2f}" for name, r in info["stability"].items() if r is not None]
+    found = sorted(info["stability"].items(), key=lambda item: [int(x) for x in re.findall(r"\d+", item[0])])
+    steady = [f"{name} {r:.2f}" for name, r in found if r is not None]
     if steady:
         say(console, f"Spearman of the profile with itself under: {'; '.join(steady)}")
 
@@ -153,13 +156,12 @@ def show_damage(found: dict[str, Any], plan: dict[str, Any], console: Console) -
     table = Table("layer", *(f"{kind}, {what}" for kind in kinds for what in ("planned", cheapest.name)), box=None)
     for column in table.columns:
         column.justify = "right"
-    planned = [found["at"](x["keep"], x["k_bits"], x["v_bits"]) for x in plan["layers"]]
-    for i, c in enumerate(planned):
-        values = [v for kind in kinds.values() for v in (0.0 if c is None else kind[i, c], kind[i, -1])]
+    planned = [found["planned"](i, x) for i, x in enumerate(plan["layers"])]
+    for i, own in enumerate(planned):
+        values = [v for name, kind in kinds.items() for v in (own[name], kind[i, -1])]
         table.add_row(str(i), *(f"{v:.2g}" for v in values))
     console.print(table)
-    totals = [sum(0.0 if c is None else kind[i, c] for i, c in enumerate(planned)) for kind in kinds.values()]
-    each = ", ".join(f"{name} {total:.4f}" for name, total in zip(kinds, totals, strict=True))
+    each = ", ".join(f"{name} {sum(own[name] for own in planned):.4f}" for name in kinds)
     say(console, f"damage in nats, mean of {found['examples']} examples a kind; summed over layers as planned: {each}")
 
 
@@ -171,7 +173,7 @@ def _interval(r: dict[str, float | None]) -> str:
 
 def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Path) -> list[Path]:
     """plan.json, the artefacts, the routing map, and the sensitivity landscape where there is one."""
-    from pipelines.figures import ripple_profile, routing_map, sensitivity
+    from pipelines.figures import damage_map, ripple_profile, routing_map, sensitivity
 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "plan.json", plan)
@@ -185,7 +187,7 @@ def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Pa
     if "ripple" in folders:
         p = evaluate.ripple_profile(folders["ripple"])
         picture = folder / "ripple_profile.png"
-        if ripple_profile.draw(p["response"], p["local"], p["damage"], entries(plan), title, picture):
+        if ripple_profile.draw(p["response"], p["local"], p["damage"], ripple_profile.entries(plan), title, picture):
             made.append(picture)
     if "sensitivity" in folders:
         values, operations = evaluate.single_operations(folders["sensitivity"])
@@ -196,6 +198,8 @@ def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Pa
         names, heading = [c.name for c in found["configs"]], f"damage, {cell.facts.model}"
         if sensitivity.draw(found["table"], names, heading, folder / "damage.png", "KL at the output, nats (log)"):
             made.append(folder / "damage.png")
+        if damage_map.draw(found["hardest"], plan, names[-1], title, folder / "damage_map.png"):
+            made.append(folder / "damage_map.png")
     return made
 
 

@@ -61,7 +61,7 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
     ordered = [*flags, *(a for a in args if a not in flags)]
     if {"-h", "--help"} & set(args) and (config_folder() / "hydra" / "help" / f"{name}.yaml").is_file():
         ordered.append(f"hydra/help={name}")
-    with _environment(ordered, name), _termination():
+    with _environment(ordered, name), termination():
         try:
             _check_arguments(ordered)
             entry()
@@ -125,7 +125,7 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _termination() -> Iterator[None]:
+def termination() -> Iterator[None]:
     """Raise Terminated on SIGTERM, so that leases are given back and the person is told how to go on."""
 
     def terminate(number: int, frame: object) -> None:

@@ -29,16 +29,28 @@ class Delta:
 
 @dataclass(frozen=True)
 class Scored:
-    """A complete cell. group: what it shares with its peers, the budget (with its protocol) last."""
+    """A complete cell. group: what it shares with its peers, the budget (with its protocol) last.
+
+    own: fields that set it apart from cells of the same method, `signal=local`.
+    """
 
     group: tuple[str, ...]
     method: str
     is_full: bool
     records: Callable[[], Records]
+    own: str = ""
+
+    @property
+    def name(self) -> str:
+        """The method as a table names it."""
+        return f"{self.method} ({self.own})" if self.own else self.method
 
 
 def deltas(cells: Sequence[Scored]) -> list[Delta]:
-    """All pairs of methods that share a group, and each method against `full`, which has no budget."""
+    """All pairs of methods that share a group, and each method against `full`, which has no budget.
+
+    Of two methods that were varied only equal variants are a pair; of one method all are.
+    """
     found: list[Delta] = []
     kept: dict[int, Records] = {}
 
@@ -53,7 +65,8 @@ def deltas(cells: Sequence[Scored]) -> list[Delta]:
         if all(r["answer_nll"] is not None for r in (*x, *y)):
             nll = compare(_as_score(x), _as_score(y))
         group = b.group if a.is_full else a.group
-        found.append(Delta(group, a.method, b.method, ABLATIONS.get((a.method, b.method), ""), compare(x, y), nll))
+        named = ABLATIONS.get((a.method, b.method), "") if a.own == b.own else ""
+        found.append(Delta(group, a.name, b.name, named, compare(x, y), nll))
     adjusted = holm([d.score.p for d in found])
     return [replace(d, p=float(p)) for d, p in zip(found, adjusted, strict=True)]
 
@@ -62,7 +75,9 @@ def _pairs(cells: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
     out = []
     for a, b in combinations(cells, 2):
         same = a.group == b.group or (a.group[:-1] == b.group[:-1] and (a.is_full or b.is_full))
-        if not same or a.method == b.method:
+        if not same or a.name == b.name:
+            continue
+        if a.method != b.method and a.own and b.own and a.own != b.own:
             continue
         backwards = (b.method, a.method) in ABLATIONS or a.is_full
         out.append((b, a) if backwards else (a, b))

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     import torch
 
     from moend.benchmarks import Benchmark, Sample
-    from moend.calibration import Calibration, DamageSettings, RippleSettings
+    from moend.calibration import AgreementSettings, Calibration, DamageSettings, RippleSettings
     from moend.calibration.artefact import Artefact
+    from moend.engine import Outcome
     from moend.methods import BoundMethod, Method
     from moend.models import LoadedModel, ModelSpec
 
@@ -85,7 +86,7 @@ class Session(Protocol):
     """A loaded model and the cells of one group."""
 
     def bind(self, key: str, config: RunConfig, facts: Facts, artefacts: dict[str, Path]) -> dict[str, Any] | None:
-        """Fit a cell's method, its artefacts loaded and verified. Returns its plan as JSON, None for `full`."""
+        """Fit a cell's method, its artefacts loaded and verified. Returns its plan as JSON, or None: there is none."""
 
     def run(self, jobs: list[tuple[str, int]], task: str, id: str) -> list[dict[str, Any]]:
         """One example for several (key, draw) of bound cells: one prefill, one record per job, in order."""
@@ -142,7 +143,7 @@ class Library:
             infeasible = self._once(self._infeasible, config, method, arch, length, new, by=(asked, arch, length, new))
         return Facts(
             model=spec.label,
-            method=method.name,
+            method=method.label,
             benchmark=choices.get("benchmark", bench.name),
             identity=identity,
             calibrations=() if arch is None else self._needs(config, spec, method, arch, weights),
@@ -236,19 +237,26 @@ class Library:
         prompt = {"text": text, "chat_template": spec.chat_template}
         revision = str(weights.get("revision") or weights.get("weights_sha256"))
         made: dict[str, CalibrationNeed] = {}
-        for kind in sorted(method.calibrations, key=lambda k: k != "queries"):
+        quantiser = ("agreement",) if method.quantises else ()
+        agree = _agreement(calibration, spec)
+        for kind in (*sorted(method.calibrations, key=lambda k: k != "queries"), *quantiser):
             texts = {
                 "kl": lambda: {"text": _kl_text(calibration)},
                 "ripple": lambda: {"texts": _example_texts(calibration.ripple, calibration.ripple.examples)},
                 "damage": lambda: {"texts": _example_texts(calibration.damage, _damage_examples(calibration.damage))},
+                "agreement": lambda: {"texts": _example_texts(agree, agree.examples)},
             }
             data = key(texts.get(kind, lambda: prompt)())
             settings = {"dtype": spec.dtype, **calibration.settings(kind, method.scorer)}
             if kind == "ripple":  # what the method protects is left alone
                 settings |= {"n_sink": method.n_sink, "recent": method.recent}
             if kind == "damage":  # and how it stores what it keeps
-                held = ("n_sink", "recent", "group", "window")
+                held = ("n_sink", "recent", "group", "window", "channels")
                 settings |= {"method": {name: getattr(method, name) for name in held}}
+                settings |= {"heads": True} if method.heads else {}
+            if kind == "agreement":  # how it stores, not what it keeps
+                settings |= {"store_dtype": spec.store_dtype}
+                settings |= {name: getattr(method, name) for name in ("group", "channels", "window")}
             if "queries" in made and "scorer" in settings:
                 settings["queries"] = made["queries"].key
             described = identity(str(weights["id"]), revision, arch, settings, data, _versions(kind))
@@ -287,6 +295,8 @@ class Library:
         ids = models.calibration_ids(loaded, calibration.text)
         batch = torch.tensor([ids], device=loaded.device)
         info = {"tokens": len(ids), "text": calibration.text or spec.calibration_text}
+        if need.kind == "agreement":
+            return self._agreement(spec, method, loaded, calibration)
         if need.kind == "ripple":
             return self._ripple(spec, method, loaded, calibration)
         if need.kind == "queries":
@@ -298,7 +308,7 @@ class Library:
         if need.kind == "damage":
             return self._damage(spec, method, loaded, calibration, statistics)
         shared: dict[str, Any] = {
-            "eviction": calibration.eviction,
+            "eviction": calibration.measured_eviction(method.scorer),
             "scorer": method.make_scorer() if calibration.eviction == "scorer" else None,
             "seeds": calibration.seeds,
             "statistics": statistics,
@@ -379,21 +389,42 @@ class Library:
                 Base(scorer, method.n_sink, method.recent),
                 method.storage,
                 every=s.every,
+                heads=method.heads,
                 statistics=statistics,
                 progress=step,
             )
         info = {"tokens": ids.numel(), "kinds": list(s.kinds), "text": s.text, "text_file": s.text_file}
         return made.tensors(), info
 
+    def _agreement(
+        self, spec: ModelSpec, method: Method, loaded: LoadedModel, calibration: Calibration
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        from moend.calibration.agreement import BITS, token_agreement
+
+        s = _agreement(calibration, spec)
+        ids = _examples(loaded, s, s.examples, "calibration.agreement")
+        with terminal.progress(terminal.console(), f"token agreement on {spec.label}") as step:
+            hits = token_agreement(
+                loaded.model,
+                ids.to(loaded.device),
+                s.window,
+                method.storage,
+                dtype=loaded.store_dtype,
+                progress=step,
+            )
+        shares = {str(b): float(h.float().mean()) for b, h in zip(BITS, hits, strict=True)}
+        info = {"text": s.text, "text_file": s.text_file, "tokens": hits[0].numel(), "agreement": shares}
+        return {"hits": hits.to("cpu").byte()}, info
+
     def plan(self, config: RunConfig, facts: Facts, artefacts: Mapping[str, Path]) -> dict[str, Any] | None:
-        """The cell's RoutingPlan as JSON, from its verified artefacts and without the model; None for `full`."""
+        """The cell's RoutingPlan as JSON, from its verified artefacts, without the model; None where there is none."""
         from moend import models
 
         spec, _, bench = self._parts(config)
         arch = facts.arch or models.read_arch(spec, config.cache)
         bound = self._bound(config, facts, artefacts, arch)
         length, new = _lengths(bench, arch, config)
-        return None if facts.is_full else dataclasses.asdict(bound.plan(length, new))
+        return None if facts.is_full or bound.per_sample else dataclasses.asdict(bound.plan(length, new))
 
     def _bound(
         self, config: RunConfig, facts: Facts, artefacts: Mapping[str, Path], arch: Arch, **rest: Any
@@ -443,6 +474,7 @@ class _Session:
         )
         self.generation = Generation(g.max_new_tokens, g.temperature, g.top_p, g.samples)
         self.samples = {(s.task, s.id): s for s in bench.samples()}
+        self.first = next(iter(self.samples))
         self.bound: dict[str, BoundMethod] = {}
 
     def bind(self, key: str, config: RunConfig, facts: Facts, artefacts: dict[str, Path]) -> dict[str, Any] | None:
@@ -450,7 +482,7 @@ class _Session:
         self.engine.admit(bound, question_visible=config.question_visible, asks=self.bench.kind != "nll")
         self.bound[key] = bound
         length, new = _lengths(self.bench, self.loaded.arch, config)
-        if facts.is_full or bound.fits(length, new):
+        if facts.is_full or bound.per_sample or bound.fits(length, new):
             return None
         return dataclasses.asdict(bound.plan(length, new))
 
@@ -471,6 +503,7 @@ class _Session:
             self.generation,
             question_visible=self.config.question_visible or self.bench.kind == "nll",
             seed=self.config.seed,
+            positions=(task, id) == self.first,  # one example's are enough for a picture
         )
         records = []
         for (name, draw), out in zip(jobs, outcomes, strict=True):
@@ -513,6 +546,7 @@ class _Session:
                     "k_bits": out.k_bits,
                     "v_bits": out.v_bits,
                     "diagnostics": out.diagnostics,
+                    "kept": self._kept(out, rendered.ids, sample) if out.positions else None,
                     "peak_bytes": out.peak_bytes,
                     "timing": {
                         "fused_rows": out.fused_rows,
@@ -525,6 +559,33 @@ class _Session:
                 }
             )
         return records
+
+    def _kept(self, out: Outcome, ids: Sequence[int], sample: Sample) -> dict[str, Any]:
+        prompt = self.loaded.tokenizer.decode(list(ids[: out.compressed_tokens]))
+        return kept_map(out.positions, out.compressed_tokens, prompt, sample.gold[0] if sample.gold else "")
+
+
+KEPT_BINS = 128
+
+
+def kept_map(positions: Sequence[Sequence[torch.Tensor]], tokens: int, prompt: str, gold: str) -> dict[str, Any]:
+    """Where the kept entries of one sequence lie, small enough for a record.
+
+    positions: of each layer those of each of its heads. layers: a text per layer, two hexadecimal digits for each of at
+    most KEPT_BINS equal pieces of the prompt: the share of heads and entries kept there, ff for all. answer: where the
+    gold answer stands in the text of those tokens, as a share of its characters, None unless it stands there once.
+    """
+    import torch
+
+    bins = min(KEPT_BINS, tokens)
+    room = torch.bincount(torch.arange(tokens) * bins // tokens, minlength=bins)
+    layers = []
+    for heads in positions:
+        counts = sum(torch.bincount(p.long().cpu() * bins // tokens, minlength=bins) for p in heads)
+        layers.append(bytes((255 * counts / (room * len(heads))).round().int().tolist()).hex())
+    once = bool(gold) and prompt.count(gold) == 1
+    answer = (prompt.index(gold) + len(gold) / 2) / len(prompt) if once else None
+    return {"tokens": tokens, "layers": layers, "answer": answer}
 
 
 # The configuration's groups as the library's own types; each text is bound once however many cells share it.
@@ -649,6 +710,7 @@ def _zeros(method: Method, arch: Arch, calibration: Calibration) -> dict[str, Ar
     if method.table == "damage":
         configs = tuple(Config(*c) for c in calibration.damage.configs)
     tensors = {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
+    tensors["heads"] = torch.zeros(arch.layers, arch.kv_heads, len(configs))
     flat = torch.zeros(1, arch.layers)
     return {
         method.table: Artefact(method.table, {}, tensors),
@@ -668,7 +730,13 @@ def _damage_examples(s: DamageSettings) -> int:
     return len(s.kinds) * s.examples
 
 
-def _example_texts(s: RippleSettings | DamageSettings, count: int) -> list[str]:
+def _agreement(calibration: Calibration, spec: ModelSpec) -> AgreementSettings:
+    """The settings of token agreement, with the text that the model knows."""
+    s = calibration.agreement
+    return s if s.text is not None else dataclasses.replace(s, text=spec.texts)
+
+
+def _example_texts(s: RippleSettings | DamageSettings | AgreementSettings, count: int) -> list[str]:
     """What profiles and damage are measured on, never tested on: one text to cut from, or (recall) one an example."""
     from moend.benchmarks import recall, text
 
@@ -677,7 +745,9 @@ def _example_texts(s: RippleSettings | DamageSettings, count: int) -> list[str]:
     return [text.part("calibration", s.text_file)]
 
 
-def _examples(loaded: LoadedModel, s: RippleSettings | DamageSettings, count: int, name: str) -> torch.Tensor:
+def _examples(
+    loaded: LoadedModel, s: RippleSettings | DamageSettings | AgreementSettings, count: int, name: str
+) -> torch.Tensor:
     """(count, prefix + window) ids, the BOS included: disjoint windows of the calibration's text."""
     import torch
 
@@ -717,8 +787,9 @@ def ripple_profile(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path) -> dict[str, Any]:
-    """A damage artefact for tables and figures: table (L, C), kinds {name: (L, C)}, configs (C), examples of a kind,
-    at(keep, K bits, V bits): a configuration's column, None where it was not measured."""
+    """A damage artefact for tables and figures: table (L, C), kinds {name: (L, C)}, heads (L, H, C) or None, configs,
+    examples of a kind, planned(layer, its plan): what that cut of the layer does by each kind of window, nats;
+    hardest {kind: (L, H)}: the cheapest configuration, by head, or H = 1 for whole layers."""
     from moend.calibration.artefact import Artefact
     from moend.calibration.sensitivity import Config, decode
 
@@ -726,12 +797,24 @@ def damage(folder: Path) -> dict[str, Any]:
     t = artefact.tensors
     configs = decode(t["configs"])
     columns = {c: i for i, c in enumerate(configs)}
+    names, each = list(artefact.info["kinds"]), t["per_example"].mean(1).numpy()  # (K, L, (H,) C)
+
+    def planned(layer: int, plan: Mapping[str, Any]) -> dict[str, float]:
+        parts = plan.get("heads") or [plan]
+        found = [columns.get(Config(x["keep"], x["k_bits"], x["v_bits"])) for x in parts]  # None: all is kept
+        own = each[:, layer] if plan.get("heads") else t["per_kind"].numpy()[:, layer, None]  # (K, parts, C)
+        return {
+            name: sum(float(own[k, h, c]) for h, c in enumerate(found) if c is not None) for k, name in enumerate(names)
+        }
+
     return {
         "table": t["table"].numpy(),
-        "kinds": {name: x.numpy() for name, x in zip(artefact.info["kinds"], t["per_kind"], strict=True)},
+        "kinds": dict(zip(names, t["per_kind"].numpy(), strict=True)),
+        "heads": t["heads"].numpy() if "heads" in t else None,
         "configs": configs,
         "examples": t["per_example"].shape[1],
-        "at": lambda keep, k_bits, v_bits: columns.get(Config(keep, k_bits, v_bits)),
+        "planned": planned,
+        "hardest": {n: x[..., -1] if x.ndim == 3 else x[:, -1:] for n, x in zip(names, each, strict=True)},
     }
 
 
@@ -747,7 +830,7 @@ def agreement(sensitivity: Path, kl: Path) -> dict[str, Any]:
 
 
 def _versions(kind: str) -> dict[str, int]:
-    from moend.calibration import damage, kl, queries, ripple, sensitivity
+    from moend.calibration import agreement, damage, kl, queries, ripple, sensitivity
 
     versions = {
         "sensitivity": sensitivity.VERSION,
@@ -755,11 +838,30 @@ def _versions(kind: str) -> dict[str, int]:
         "kl": kl.VERSION,
         "ripple": ripple.VERSION,
         "damage": damage.VERSION,
+        "agreement": agreement.VERSION,
     }
     return {kind: versions[kind]}
 
 
 # What the report asks
+
+
+def broken_quantiser(folder: Path) -> str | None:
+    """Why what a quantiser stores is not to be believed, in a line, from its agreement artefact; None where it is."""
+    from moend.calibration.agreement import LEAST
+    from moend.calibration.artefact import Artefact
+
+    try:
+        info = Artefact.load(folder, kind="agreement").info
+    except Blocked:
+        return f"its token agreement with full is not in the store ({folder}): run it again"
+    for bits, share in info["agreement"].items():
+        if share < LEAST:
+            return (
+                f"with every token kept at {bits} bit, {share:.3f} of {info['tokens']} next tokens are full's, less "
+                f"than {LEAST}: its quantiser does not work on this model"
+            )
+    return None
 
 
 def single_operations(folder: Path) -> tuple[Any, list[str]]:
@@ -770,6 +872,24 @@ def single_operations(folder: Path) -> tuple[Any, list[str]]:
     artefact = Artefact.load(folder, kind="sensitivity")
     names = [c.name for c in decode(artefact.tensors["single_configs"])]
     return artefact.tensors["singles"].numpy(), names
+
+
+def sensitivity(folder: Path) -> dict[str, Any]:
+    """A sensitivity artefact for its landscape: singles (L, 9), operations (names), pair: the errors of keep_50 and of
+    k8v8, whose bytes are equal (None where the lattice lacks one), how: the eviction and the prompt in a few words."""
+    from moend.calibration.artefact import Artefact
+    from moend.calibration.sensitivity import Config, decode, table
+
+    artefact = Artefact.load(folder, kind="sensitivity")
+    singles, operations = single_operations(folder)
+    equal = {"keep_50": Config(0.5, 16, 16), "k8v8": Config(1.0, 8, 8)}
+    pair = None
+    if set(equal.values()) <= set(decode(artefact.tensors["configs"])):
+        pair = dict(zip(equal, table(artefact, list(equal.values())).T, strict=True))
+    settings = artefact.identity["settings"]
+    signal = "its own scores" if settings["eviction"] == "scorer" else "random permutations"
+    how = f"eviction by {signal}, a prompt of {artefact.info['tokens']} tokens"
+    return {"singles": singles, "operations": operations, "pair": pair, "how": how}
 
 
 def scorer_version(cell: dict[str, Any]) -> int:

@@ -46,7 +46,19 @@ RUN_ONLY = frozenset(
 # What is not named here counts, for such a method too.
 CUTTING = (
     *("schedule", "beta", "overshoot", "n_sink", "recent", "group", "window", "cost", "table", "solver", "t_ref"),
-    *("keeps", "bits", "extend_lattice", "always_quantise", "mode", "anchor_min", "r", "gamma", "signal"),
+    *(
+        "keeps",
+        "bits",
+        "extend_lattice",
+        "always_quantise",
+        "mode",
+        "anchor_min",
+        "r",
+        "gamma",
+        "signal",
+        "reindex",
+        "channels",
+    ),
 )
 
 

@@ -51,16 +51,18 @@ def launch(points: Sequence[Point], args: Sequence[str]) -> int:
     write_json(manifest, planner.manifest(plan, args, "run"))
     fresh = [c for c in plan.cells if c.state == "run"]
     submit.forget(plan, fresh)
-    Runner(plan, library, console).run()
-    write_json(manifest, planner.manifest(plan, args, "run"))
-    if alone and alone.state in ("blocked", "infeasible"):
-        raise UserError(alone.reason)
-    found = report.show(plan.store, plan.name, console)
-    differences = report.compared(plan.store, found)
-    report.show_deltas(differences, console)
-    report.write(plan.store, plan.name, differences)
-    tracking.publish(plan.store, plan.name, config.tracking, [c.key for c in fresh if c.state == "done"])
-    _epilogue(plan, args, console)
+    with tracking.Tracker(plan.store, plan.name, config.tracking) as tracker:
+        Runner(plan, library, console, done=lambda cell: tracker.add(tracking.Item("cell", cell.key))).run()
+        write_json(manifest, planner.manifest(plan, args, "run"))
+        if alone and alone.state in ("blocked", "infeasible"):
+            raise UserError(alone.reason)
+        found = report.show(plan.store, plan.name, console)
+        differences = report.compared(plan.store, found)
+        report.show_deltas(differences, console)
+        report.write(plan.store, plan.name, differences, again=bool(fresh))
+        for item in tracking.items(plan.store, plan.name):  # also what an earlier run could not publish any more
+            tracker.add(item)
+        _epilogue(plan, args, console)
     if any(c.state == "failed" for c in plan.cells):
         return 1
     return 2 if plan.count("blocked") else 0
@@ -74,7 +76,7 @@ class Runner:
 
     shards: do these only, others do the rest (None: all of them). turn: begin there in the list of units, so that
     workers that share one list meet late. missing: says why an artefact is not there where this process is not the
-    one to compute it. ended: told of every cell that ends without a result.
+    one to compute it. ended: told of every cell that ends without a result. done: told of every cell that has one now.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class Runner:
         turn: float = 0.0,
         missing: Callable[[CalibrationNeed], str] | None = None,
         ended: Callable[[Cell], None] = lambda cell: None,
+        done: Callable[[Cell], None] = lambda cell: None,
     ):
         self.plan, self.library, self.console = plan, library, console
-        self.shards, self.turn, self.missing, self.ended = shards, turn, missing, ended
+        self.shards, self.turn, self.missing, self.ended, self.done = shards, turn, missing, ended, done
 
     def run(self) -> None:
         """Calibrate, then work through the units until every cell has reached an end, as far as it is ours."""
@@ -262,6 +265,7 @@ class Runner:
             described = {"key": cell.key, "payload": cell.payload, "info": cell.info}
             if folder.finish(cell.expected, lambda records: results.aggregate(described, records)):
                 cell.state = "done"
+                self.done(cell)
         except OSError as e:
             if _is_storage(e):
                 raise
@@ -314,7 +318,8 @@ def _line(error: BaseException) -> str:
 
 
 def _epilogue(plan: Plan, args: Sequence[str], console: Console) -> None:
-    say(console, f"results: {plan.store.root / 'cells'}   tables and figures: {plan.store.report(plan.name)}")
+    page = plan.store.report(plan.name) / "index.html"
+    say(console, f"results: {plan.store.root / 'cells'}   tables and figures: {page}")
     if plan.count("failed") or plan.count("blocked"):
         say(console, f"again, for what is missing: {command(args, 'run')}")
     say(console, f"next: python -m pipelines.report sweep={plan.name}{store_argument(plan)}")

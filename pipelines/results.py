@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import platform
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +44,7 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "status": "done",
         "model": info["model"],
         "method": info["method"],
+        "settings": payload["method"],  # scorer with its window and pooling, sinks, schedule: what the name stands for
         "budget": payload["budget"],
         "budget_protocol": payload["budget_protocol"],
         "benchmark": info["benchmark"],
@@ -71,6 +75,7 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
             "held": [fmean(column) for column in zip(*(r["entries"] for r in records), strict=True)],
             "effective_keep": [fmean(column) for column in zip(*(r["effective_keep"] for r in records), strict=True)],
         },
+        "diagnostics": _diagnostics(records),
         "k_bits": records[0]["k_bits"],
         "v_bits": records[0]["v_bits"],
         "prefill_seconds": sum(r["timing"]["group_prefill_seconds"] / r["timing"]["fused_rows"] for r in records),
@@ -90,7 +95,27 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "finish_reasons": dict(Counter(r["finish_reason"] for r in records)),
         "versions": versions(),
         "commit": commit(),
+        "machine": machine(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _diagnostics(records: Records) -> dict[str, Any]:
+    """Means over the records of what methods say they did, head_tokens head by head; {} where no record says anything.
+
+    notes: how many records bear each.
+    """
+    said = [r.get("diagnostics") or {} for r in records]
+    found: dict[str, Any] = {}
+    for name in sorted({k for d in said for k in d} - {"note"}):
+        values = [d[name] for d in said if name in d]
+        if isinstance(values[0], list):
+            found[name] = [[fmean(x) for x in zip(*heads, strict=True)] for heads in zip(*values, strict=True)]
+        else:
+            found[name] = fmean(values)
+    if notes := Counter(d["note"] for d in said if "note" in d):
+        found["notes"] = dict(notes)
+    return found
 
 
 def _grid(records: Records) -> list[dict[str, Any]] | None:
@@ -120,6 +145,21 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "checkout"
     return found
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Where it was computed: host, operating system, processor, cores this process may use, GPUs."""
+    import torch
+
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        named = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+        model = named[0].partition(":")[2].strip() if named else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    system = f"{platform.system()} {platform.release()}"
+    return {"host": platform.node(), "system": system, "processor": model, "cores": cores, "gpus": gpus}
 
 
 COMMIT_FILE = "COMMIT"

@@ -97,6 +97,7 @@ class TrackingConfig(_Strict):
 
     mode: Literal["none", "offline", "online"]
     project: str = Field(min_length=1, pattern=r"^[^/\\#?%:]+$")
+    entity: str | None = Field(default=None, min_length=1)
     timeout_s: float = Field(gt=0)
 
 
@@ -159,8 +160,11 @@ def validate(point: Point) -> RunConfig:
 
 def mistake(error: ValidationError, group: str = "") -> UserError:
     """The first thing pydantic found wrong as one line: the key, what was given, what is allowed."""
-    first = error.errors()[0]
-    key = ".".join(str(x) for x in (group, *first["loc"]) if x != "")
+    found = error.errors()
+    first = found[0]
+    if first["loc"] and first["loc"][-1] == "int" and len(found) > 1:
+        first = found[1]  # an integer or a share: what is neither is no number
+    key = ".".join(str(x) for x in (group, *first["loc"]) if x not in ("", "int", "float"))
     if first["type"] == "literal_error":
         return unknown(key, str(first["input"]), re.findall(r"'([^']+)'", first["ctx"]["expected"]))
     return UserError(f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}")

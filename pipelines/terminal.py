@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -57,6 +57,17 @@ def remaining(passed: float, done: int, todo: int) -> str:
     if passed < SETTLED or done < 1:
         return ""
     return f"about {duration(passed / done * todo)} left"
+
+
+def fit(titles: Sequence[str], lines: Sequence[Sequence[str]], width: int, spare: Sequence[str]) -> list[int]:
+    """Columns of a table that a terminal shows whole: those of `spare` go first to last until the rest fits."""
+    widths = [max(map(len, column)) + 2 for column in zip(titles, *lines, strict=True)]
+    kept = list(range(len(titles)))
+    for title in spare:
+        if sum(widths[i] for i in kept) <= width:
+            break
+        kept.remove(list(titles).index(title))
+    return kept
 
 
 def say(to: Console, text: str) -> None:

@@ -216,8 +216,7 @@ class Report(Work):
         report.show_deltas(differences, console)
         report.write(store, name, differences)
         config = TrackingConfig.model_validate(frozen["cells"][0]["config"]["tracking"])
-        done = [k for k in self.keys(frozen) if store.cell(k).result() is not None]
-        tracking.publish(store, name, config, done)
+        tracking.publish(store, name, config, tracking.items(store, name))
         return True
 
 

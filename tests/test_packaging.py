@@ -71,4 +71,5 @@ def test_constraints_pin_every_dependency_and_fit_any_torch_build() -> None:
     pinned = {name.lower().replace("_", "-") for name in pins}
     for requirement in [*project["dependencies"], *extras]:
         name = requirement.split(">")[0].split("<")[0].split("=")[0].lower().replace("_", "-")
-        assert name in pinned, requirement
+        if name != "triton":  # torch's CUDA builds bring the one that they fit
+            assert name in pinned, requirement

@@ -3,7 +3,7 @@
 from moend.cache.attention import NAME, attention_of
 from moend.cache.cache import CompressedCache
 from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, cache_argument, compress, prefill
-from moend.cache.row import Row, Schedule, ragged
+from moend.cache.row import Reindex, Row, Schedule, ragged
 from moend.cache.select import Selector, select
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "LayerCapture",
     "LayerSpec",
     "Prefilled",
+    "Reindex",
     "Row",
     "Schedule",
     "Selector",

@@ -8,14 +8,15 @@ into the probabilities, the product runs over the codes, and only one block of t
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from moend.cache.packing import Packed, numbers
+from moend.cache.packing import Packed, fields
 
-BLOCK = 2**19  # codes that are turned into numbers at a time
+BLOCK = 2**20  # codes that are turned into numbers at a time
 FOLD = 32  # with more queries per group than this, dequantising once is cheaper than scaling every query
 
 
@@ -23,13 +24,14 @@ class Bank:
     """Slots (s, M) of `strands`, of bits, group (K: tokens per scale; V: channels), and `per` as in `Packed`.
 
     x: 16-bit entries (s, M, d) or codes (s, M, d * bits / 8); step, zero float16: K (s, M / group, d), V (s, M, d /
-    group). Unused slots are zero: whoever reads masks them. Twins share tensors until one of them is written to.
+    group). Unused slots are zero: whoever reads masks them. Attention reads the first `used` slots only (K: whole
+    groups). Twins share tensors until one of them is written to.
     """
 
     def __init__(self, strands: Sequence[int], slots: int, bits: int, group: int, per: str, like: Tensor, dim: int):
         """like: a tensor of the device and of the dtype that 16-bit entries have."""
         self.bits, self.group, self.per, self.dim = bits, group, per, dim
-        self._shared = False
+        self._shared, self.used = False, slots
         self.x = (
             like.new_zeros(len(strands), slots, dim) if bits == 16 else _bytes(like, len(strands), slots, dim, bits)
         )
@@ -44,7 +46,7 @@ class Bank:
         self.strands = strands
         first = strands[0]
         straight = strands == list(range(first, first + len(strands)))
-        self._at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
+        self.at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
 
     @property
     def slots(self) -> int:
@@ -108,57 +110,98 @@ class Bank:
 
     # Attention
 
-    def score(self, query: Tensor, out: Tensor) -> None:
-        """Write q . k of query (S, q, d) of all strands into the first M columns of out (S, q, >= M)."""
-        if not self.slots:
-            return
-        query = query[self._at]
-        if self.bits == 16:
-            part = torch.bmm(query, self.x.to(query.dtype).mT)
-        else:
-            size = max(BLOCK // (self.slots * self.dim), 1)
-            parts = [self._score(query[i : i + size], slice(i, i + size)) for i in range(0, len(query), size)]
-            part = torch.cat(parts) if len(parts) > 1 else parts[0]
-        out[self._at, :, : self.slots] = part
+    def score(self, query: Tensor) -> Tensor:
+        """q . k of query (s, q, d) of its own strands: (s, q, used), in float32 where `wide`."""
+        if self.bits == 16 and self.x.dtype == query.dtype:
+            return torch.bmm(query, self.x[:, : self.used].mT)
+        if self.wide and query.shape[1] <= FOLD:
+            query = query.float()
+        parts = [self._score(query[rows], rows) for rows in self._blocks()]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    @property
+    def wide(self) -> bool:
+        """Whether codes become float32 whatever the model computes in: on a CPU that takes less time than bfloat16."""
+        return self.bits < 16 and self.x.device.type == "cpu"
+
+    def _blocks(self) -> list[slice]:
+        """Strands whose codes become numbers together."""
+        size = max(BLOCK // (self.used * self.dim), 1)
+        return [slice(i, i + size) for i in range(0, len(self.strands), size)]
 
     def _score(self, query: Tensor, rows: slice) -> Tensor:
         s, q, dim = query.shape
-        dtype = query.dtype
-        step, zero = self.step[rows].to(dtype), self.zero[rows].to(dtype)  # (s, groups, d)
-        codes = numbers(self.x[rows], self.bits, dtype).view(-1, self.group, dim)
+        dtype, x = query.dtype, self.x[rows, : self.used]
+        if self.bits == 16:
+            return torch.bmm(query, x.to(dtype).mT)
+        groups, width = self.used // self.group, x.shape[2]
+        step, zero = self.step[rows, :groups].to(dtype), self.zero[rows, :groups].to(dtype)  # (s, groups, d)
         if q > FOLD:
+            codes = torch.cat([*fields(x, self.bits, dtype)], dim=-1).mul_(self._unit(dtype)).view(-1, self.group, dim)
             keys = torch.addcmul(zero.view(-1, 1, dim), codes, step.view(-1, 1, dim))
             return torch.bmm(query, keys.view(s, -1, dim).mT)
-        scaled = (query[:, None] * step[:, :, None]).view(-1, q, dim)
-        grouped = torch.bmm(scaled, codes.mT).view(s, -1, q, self.group)
-        return (grouped + torch.bmm(zero, query.mT)[..., None]).transpose(1, 2).reshape(s, q, -1)
+        scaled = ((query * self._unit(dtype))[:, None] * step[:, :, None]).view(-1, q, dim)
+        out = None
+        for i, codes in enumerate(fields(x, self.bits, dtype)):  # channels of one bit field after the other
+            part, turned = scaled[:, :, i * width : (i + 1) * width], codes.view(-1, self.group, width).mT
+            out = torch.bmm(part, turned) if out is None else out.baddbmm_(part, turned)
+        assert out is not None
+        logits = query.new_empty(s, q, groups, self.group)
+        base = torch.bmm(query, zero.mT)
+        torch.add(out.view(s, groups, q, self.group).transpose(1, 2), base[..., None], out=logits)
+        return logits.view(s, q, -1)
+
+    def _unit(self, dtype: torch.dtype) -> Tensor:
+        """What a field's numbers are to be multiplied by (d,)."""
+        return unit(self.dim, self.bits, dtype, self.x.device)
+
+    def mix_into(self, probs: Tensor, out: Tensor) -> None:
+        """`mix` from probs (S, q, >= used) of all strands into their out (S, q, d)."""
+        if isinstance(self.at, slice):
+            self.mix(probs[self.at, :, : self.used], out[self.at])
+        else:
+            part = out.new_zeros(len(self.strands), *out.shape[1:])
+            self.mix(probs[self.at, :, : self.used], part)
+            out.index_add_(0, self.at, part)
 
     def mix(self, probs: Tensor, out: Tensor) -> None:
-        """Add the values weighted by the first M columns of probs (S, q, >= M) to out (S, q, d)."""
-        if not self.slots:
+        """Add the values weighted by probs (s, q, used) to out (s, q, d), contiguous, of its own strands."""
+        if self.bits == 16 and self.x.dtype == out.dtype:
+            out.baddbmm_(probs.to(out.dtype), self.x[:, : self.used])
             return
-        probs = probs[self._at, :, : self.slots]
-        if self.bits == 16:
-            part = torch.bmm(probs, self.x.to(probs.dtype))
-        else:
-            size = max(BLOCK // (self.slots * self.dim), 1)
-            parts = [self._mix(probs[i : i + size], slice(i, i + size)) for i in range(0, len(probs), size)]
-            part = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if isinstance(self._at, slice):
-            out[self._at] += part
-        else:
-            out.index_add_(0, self._at, part)
+        probs = probs.float() if self.wide and probs.shape[1] <= FOLD else probs.to(out.dtype)
+        for rows in self._blocks():
+            self._mix(probs[rows], out[rows], rows)
 
-    def _mix(self, probs: Tensor, rows: slice) -> Tensor:
-        dtype = probs.dtype
-        codes = numbers(self.x[rows], self.bits, dtype)
-        step, zero = self.step[rows].to(dtype), self.zero[rows].to(dtype)  # (s, M, d / group)
-        parts = [
-            torch.bmm(probs * step[:, None, :, g], codes[..., g * self.group : (g + 1) * self.group])
-            for g in range(step.shape[2])
-        ]
-        base = torch.bmm(probs, zero)  # (s, q, d / group)
-        return (torch.stack(parts, dim=2) + base[..., None]).flatten(2)
+    def _mix(self, probs: Tensor, out: Tensor, rows: slice) -> None:
+        dtype, x = probs.dtype, self.x[rows, : self.used]
+        if self.bits == 16:
+            out.baddbmm_(probs, x.to(dtype))
+            return
+        step, zero = self.step[rows, : self.used].to(dtype).mT, self.zero[rows, : self.used].to(dtype).mT
+        groups, width = step.shape[1], x.shape[2]  # step, zero (s, d / group, used)
+        folded = [probs * step[:, g : g + 1] for g in range(groups)]
+        parts = []
+        for i, codes in enumerate(fields(x, self.bits, dtype)):
+            begin, end = i * width, (i + 1) * width
+            while begin < end:  # channels of one bit field and one group
+                g = begin // self.group
+                stop = min(end, (g + 1) * self.group)
+                parts.append(torch.bmm(folded[g], codes[..., begin - i * width : stop - i * width]))
+                begin = stop
+        if groups == 1:
+            base = (probs * zero).sum(-1, keepdim=True)
+        else:
+            base = torch.bmm(probs, zero.mT).repeat_interleave(self.group, dim=-1)
+        mixed = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        out += base.addcmul(mixed, self._unit(dtype))
+
+
+@functools.cache
+def unit(dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """2^-(bits i) for the channels of the i-th bit field (d,)."""
+    exponent = torch.arange(8 // bits, device=device).repeat_interleave(dim * bits // 8) * -bits
+    return torch.exp2(exponent.float()).to(dtype)
 
 
 def _bytes(like: Tensor, strands: int, slots: int, dim: int, bits: int) -> Tensor:

@@ -7,6 +7,7 @@ up, so that every element lies inside the code range and its error is at most ha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,16 +46,15 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 
-def numbers(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """The codes (..., d) of bytes (..., d * bits / 8), as numbers in `dtype` (bfloat16 holds them exactly too)."""
-    if bits == 8:
-        return packed.to(dtype)
-    width, fields = packed.shape[-1], 8 // bits
-    out = torch.empty(*packed.shape[:-1], width * fields, dtype=dtype, device=packed.device)
-    for i in range(fields):
-        part = packed >> (bits * i)
-        out[..., i * width : (i + 1) * width] = part if i == fields - 1 else part & (2**bits - 1)
-    return out
+def fields(packed: Tensor, bits: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Codes of bytes (..., w) as numbers in `dtype`, one bit field of w channels after the other.
+
+    The i-th field comes times 2^(bits i), as it stands in its byte: whoever multiplies divides by that in a factor of
+    the product. Every value is exact, in bfloat16 too. The parts stay apart because writing them side by side costs
+    more than the rest.
+    """
+    for i in range(8 // bits):
+        yield (packed & ((2**bits - 1) << (bits * i)) if bits < 8 else packed).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def quantise_k(keys: Tensor, bits: int, group: int) -> Packed:
     return Packed(pack(codes.to(torch.uint8).flatten(-3, -2)[..., :m, :], bits), step, zero, bits, group, "channel")
 
 
-def quantise_v(values: Tensor, bits: int) -> Packed:
-    """Values (..., m, d) per token in groups of `plan.v_group(d)` channels."""
-    group = v_group(values.shape[-1])
+def quantise_v(values: Tensor, bits: int, channels: int = 64) -> Packed:
+    """Values (..., m, d) per token in groups of `plan.v_group(d, channels)` channels."""
+    group = v_group(values.shape[-1], channels)
     x = values.float().unflatten(-1, (-1, group))
     step, zero = _range(x.amin(-1), x.amax(-1), bits)
     codes = ((x - zero.float()[..., None]) / step.float()[..., None]).round_().clamp_(0, 2**bits - 1)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from moend.cache.attention import attention_of
@@ -49,7 +50,8 @@ class Prefilled:
         """Nothing captured yet: what precedes prompts of one token, input_ids (B, 1)."""
         batch, device = input_ids.shape[0], input_ids.device
         nothing = torch.zeros(batch, arch.kv_heads, 0, arch.head_dim, device=device)
-        layers = [LayerCapture(nothing, nothing, None)] * arch.layers
+        asked = torch.zeros(batch, arch.q_heads, 0, arch.head_dim, device=device)
+        layers = [LayerCapture(nothing, nothing, asked)] * arch.layers
         observed = {"mass": [nothing[..., 0]] * arch.layers}
         return cls(layers, torch.zeros(batch, 0, dtype=torch.long, device=device), None, config, observed)
 
@@ -157,13 +159,15 @@ def prefill(
 class LayerSpec:
     """What one layer of one sequence is to hold: `tokens` entries now, how they are stored, when it evicts later.
 
-    heads: how many each KV head holds, where they differ; `tokens` then is only what was planned.
+    heads: how many each KV head holds, where they differ; `tokens` then is only what was planned. storages: how each
+    head is stored, where that differs as well.
     """
 
     tokens: int
     storage: Storage
     schedule: Schedule = PROMPT_ONLY
     heads: tuple[int, ...] | None = None
+    storages: tuple[Storage, ...] | None = None
 
 
 def compress(
@@ -182,17 +186,18 @@ def compress(
     """
     layers: list[list[Row | tuple[Row, ...]]] = []
     for index, spec in enumerate(specs):
-        keys, values, _ = prefilled.entries(index, row)
+        keys, values, asked = prefilled.entries(index, row)
         n = keys.shape[1]
         choose = replace(selector(index), window=sliding_window(prefilled.config, index))
         if spec.heads is not None:
             scores = prefilled.scores(choose, score_key, row)
             at = torch.arange(n, device=keys.device)
             chosen = [choose.best(s[None], at, n, k)[0] for s, k in zip(scores, spec.heads, strict=True)]
-            layers.append([ragged(keys, values, chosen, spec.storage, seen=n, dtype=dtype)])
+            layers.append([ragged(keys, values, chosen, spec.storages or spec.storage, seen=n, dtype=dtype)])
             continue
         positions: Tensor | None = None
         mass = prefilled.seen(index, row, ("mass",))["mass"] if spec.storage.mass else None
+        queries = _latest(asked, keys.shape[0], spec.storage.queries) if spec.storage.queries else None
         form: Literal["none", "shared", "per_head"] = "none"
         if spec.tokens < n:
             scores = prefilled.scores(choose, score_key, row)
@@ -214,7 +219,18 @@ def compress(
                     schedule=spec.schedule,
                     choose=choose if choose.scorer.at_decode else None,
                     mass=mass,
+                    queries=queries,
                 )
             ]
         )
     return CompressedCache(layers, prefilled.config)
+
+
+def _latest(queries: Tensor | None, heads: int, per_head: int) -> Tensor:
+    """The last of queries (H_q, w, d) as a `Row` holds them: per_head of them in all for each KV head's group."""
+    if queries is None:
+        raise ValueError("this prefill did not keep its last queries")
+    grouped = queries.unflatten(0, (heads, -1))
+    width = per_head // grouped.shape[1]
+    grouped = grouped[:, :, -width:]
+    return F.pad(grouped, (0, 0, width - grouped.shape[2], 0))

@@ -15,6 +15,20 @@ from torch import Tensor
 
 from moend.cache.packing import Packed, quantise_k, quantise_v
 from moend.plan import Storage
+from moend.rope import Rotary
+
+
+@dataclass(frozen=True)
+class Reindex:
+    """StreamingLLM's positions: an entry counts as standing where it lies in the cache, and so does the query.
+
+    What is kept are up to `sinks` first tokens and the newest ones. The newest keep their distance to the query, so
+    only the sinks move: they stand as many positions closer as tokens were dropped. Keys stay as they are; it is the
+    query that is turned for them, so nothing is rounded twice.
+    """
+
+    sinks: int
+    rotary: Rotary
 
 
 @dataclass(frozen=True)
@@ -24,19 +38,21 @@ class Schedule:
     cap: entries per head of the plan (None: prompt only, the row grows by every new token).
     overshoot "counted": the row never holds more than cap; it makes room for `reserve` tokens at a time.
     overshoot "paper": every `beta` new tokens the row is cut back to cap (MoE-nD section 4, step-count trigger).
+    reindex: positions count as in StreamingLLM; for 16-bit rows that keep sinks and the newest.
     """
 
     cap: int | None = None
     reserve: int = 0
     beta: int = 128
     overshoot: Literal["counted", "paper"] = "counted"
+    reindex: Reindex | None = None
 
 
 PROMPT_ONLY = Schedule()
 
-# (keys (H, n, d), values, positions (n,) or (H, n), next position, entries to keep, observed (..., n) by name)
-# -> kept indices (1 or H, k), sorted
-Chooser = Callable[[Tensor, Tensor, Tensor, int, int, Mapping[str, Tensor]], Tensor]
+# (keys (H, n, d), values, positions (n,) or (H, n), next position, entries to keep, observed (..., n) by name,
+# last queries (H_q, w, d) or None) -> kept indices (1 or H, k), sorted
+Chooser = Callable[[Tensor, Tensor, Tensor, int, int, Mapping[str, Tensor], Tensor | None], Tensor]
 
 
 class Row:
@@ -44,7 +60,8 @@ class Row:
 
     k_tail, v_tail (H, t, d) of KV heads H and dimension d; a side (K or V) at 16 bit is all tail. positions (n,) or
     (H, n) int32, None where they are 0 ... n-1. seen: tokens fed so far, steps: those since the last eviction. mass
-    (H, n) float32: the attention entries received so far, where the scorer goes on summing it.
+    (H, n) float32: the attention entries received so far, where the scorer goes on summing it. queries (H, G, w, d):
+    the last w queries of each head's group, right-aligned, zero before the first token, where the scorer goes by them.
     A layer whose heads hold different numbers of entries is a tuple of rows, each of a few neighbouring heads.
     """
 
@@ -60,6 +77,7 @@ class Row:
         schedule: Schedule = PROMPT_ONLY,
         choose: Chooser | None = None,
         mass: Tensor | None = None,
+        queries: Tensor | None = None,
     ):
         """keys, values (H, n, d): all but the newest `storage.window` are packed where fewer than 16 bits."""
         n = keys.shape[1]
@@ -68,7 +86,7 @@ class Row:
         v_cut = old if storage.v_bits < 16 else 0
         self._set(
             (quantise_k(keys[:, :k_cut], storage.k_bits, storage.group),) if k_cut else (),
-            quantise_v(values[:, :v_cut], storage.v_bits) if v_cut else None,
+            quantise_v(values[:, :v_cut], storage.v_bits, storage.channels) if v_cut else None,
             # copies, so that no row keeps the whole prefill alive through a view
             keys[:, k_cut:].to(dtype, copy=True).contiguous(),
             values[:, v_cut:].to(dtype, copy=True).contiguous(),
@@ -78,6 +96,7 @@ class Row:
             schedule=schedule,
             choose=choose,
             mass=None if mass is None else mass.clone(),
+            queries=None if queries is None else queries.to(dtype, copy=True),
         )
 
     @classmethod
@@ -101,10 +120,11 @@ class Row:
         choose: Chooser | None,
         steps: int = 0,
         mass: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> None:
         self.k_packed, self.v_packed, self.k_tail, self.v_tail = k_packed, v_packed, k_tail, v_tail
         self.positions, self.storage, self.schedule, self.choose = positions, storage, schedule, choose
-        self.seen, self.steps, self.dtype, self.mass = seen, steps, k_tail.dtype, mass
+        self.seen, self.steps, self.dtype, self.mass, self.queries = seen, steps, k_tail.dtype, mass, queries
         self.n = k_tail.shape[1] + sum(p.codes.shape[-2] for p in k_packed)
         self.bytes = self.nbytes()
 
@@ -134,7 +154,7 @@ class Row:
         """Every tensor this row holds; their storages are its memory."""
         packed = [*self.k_packed, *([self.v_packed] if self.v_packed else [])]
         held = [self.k_tail, self.v_tail, *(t for p in packed for t in p.tensors())]
-        return [*held, *(t for t in (self.positions, self.mass) if t is not None)]
+        return [*held, *(t for t in (self.positions, self.mass, self.queries) if t is not None)]
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values (H, n, d) in `dtype`, in order of position; dequantised where packed."""
@@ -148,23 +168,29 @@ class Row:
 
 
 def ragged(
-    keys: Tensor, values: Tensor, kept: Sequence[Tensor], storage: Storage, *, seen: int, dtype: torch.dtype
+    keys: Tensor,
+    values: Tensor,
+    kept: Sequence[Tensor],
+    storage: Storage | Sequence[Storage],
+    *,
+    seen: int,
+    dtype: torch.dtype,
 ) -> tuple[Row, ...]:
     """Heads that keep different entries: a row each, of keys, values (H, n, d) at kept[h] (k_h,), ascending indices.
 
-    They do not evict while decoding: a scorer sees all heads of a layer at once.
+    storage: one for all heads, or one each, where "none" says that a head keeps all and needs no positions. They do
+    not evict while decoding: a scorer sees all heads of a layer at once.
     """
-    return tuple(
-        Row(
-            keys[h : h + 1, index],
-            values[h : h + 1, index],
-            index[None],
-            replace(storage, positions="per_head"),
-            seen=seen,
-            dtype=dtype,
-        )
-        for h, index in enumerate(kept)
-    )
+    stored = [replace(storage, positions="per_head")] * len(kept) if isinstance(storage, Storage) else storage
+    rows = []
+    for h, (index, own) in enumerate(zip(kept, stored, strict=True)):
+        whole = own.positions == "none"
+        if whole and len(index) < keys.shape[1]:
+            raise ValueError(f"head {h} keeps {len(index)} of {keys.shape[1]} entries: their positions are needed")
+        one = slice(h, h + 1)
+        positions = None if whole else index[None]
+        rows.append(Row(keys[one, index], values[one, index], positions, own, seen=seen, dtype=dtype))
+    return tuple(rows)
 
 
 def gather(keys: Tensor, values: Tensor, positions: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

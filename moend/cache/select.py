@@ -91,7 +91,14 @@ class Selector:
         return select(scores, positions, keep, self.n_sink, recent, oldest)
 
     def __call__(
-        self, keys: Tensor, values: Tensor, positions: Tensor, now: int, keep: int, observed: Mapping[str, Tensor]
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        now: int,
+        keep: int,
+        observed: Mapping[str, Tensor],
+        queries: Tensor | None,
     ) -> Tensor:
         """Indices to keep while decoding (a `Row`'s chooser)."""
-        return self.best(self.scores(keys, values, positions, now, observed=observed), positions, now, keep)
+        return self.best(self.scores(keys, values, positions, now, queries, observed), positions, now, keep)

@@ -27,10 +27,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moend.cache import kernel
 from moend.cache.bank import Bank
 from moend.cache.packing import Packed, quantise_k, quantise_v
 from moend.cache.row import Chooser, Row, Schedule, gather
 from moend.plan import Storage, v_group
+from moend.rope import back
 
 SPARE = 32  # free columns of a new tail
 PIECE = 256  # tokens taken in at once: bounds the tail of rows that never pack
@@ -60,6 +62,7 @@ class Part:
     first: int  # entries of the first run: packed K leaves a gap between it and the next group
     slots: int  # slots used
     summed: bool = False  # whether the attention its entries receive is summed (`Row.mass`)
+    asked: int = 0  # how many of its last queries are kept (`Row.queries`)
     k: tuple[int, int] = (0, 0)  # (bank, first strand in it)
     v: tuple[int, int] = (0, 0)
 
@@ -117,7 +120,7 @@ def _kind(storage: Storage, side: str, dim: int) -> tuple[int, int]:
     """(bits, group) of the bank that one side goes to."""
     if side == "k":
         return storage.k_bits, storage.group if storage.k_bits < 16 else 1
-    return storage.v_bits, v_group(dim)
+    return storage.v_bits, v_group(dim, storage.channels)
 
 
 def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> list[tuple[tuple[int, int], list[int]]]:
@@ -160,6 +163,8 @@ def allocation(rows: Sequence[tuple[Row, ...]]) -> int:
     columns = _columns(flat) + SPARE
     beside = 5 if any(r.mass is not None for r in flat) else 1  # the mask, and the mass
     positions = sum(r.positions.nbytes for r in flat if r.positions is not None)
+    most = max((r.queries.shape[1] * r.queries.shape[2] for r in flat if r.queries is not None), default=0)
+    total += strands * most * dim * size
     return total + 2 * strands * columns * dim * size + strands * (longest + columns) * beside + positions
 
 
@@ -180,10 +185,10 @@ class Strands:
             for row in parts:
                 self.parts.append(self._part(row, i, at))
                 at += row.heads
-        # Bytes held by each sequence: base + one x clock. Only events change base; nothing is counted per step.
+        # Bytes held by each sequence: base + one x clock. Only events change either; nothing is counted per step.
         self.base, self.one = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
-        self.area = np.zeros(len(rows), dtype=np.int64)  # the sum of the bytes held after each token
-        self.trace: Ints = np.zeros((0, len(rows)), dtype=np.int64)
+        self._area, self._counted = np.zeros(len(rows), dtype=np.int64), 0  # of the tokens before the last event
+        self._spans: list[tuple[int, Ints, Ints]] = []  # the last feed: from which token on which base and one hold
         for part, row in zip(self.parts, flat, strict=True):
             self.base[part.sequence] += row.bytes
             self.one[part.sequence] += row.bytes_per_token
@@ -197,8 +202,14 @@ class Strands:
         self.hidden = torch.ones(total, self.slots + self.k_tail.shape[1], dtype=torch.bool, device=first.device)
         self.hidden[:, self.slots + self.cursor :] = False
         self.mass = torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
+        self.queries: Tensor | None = None  # (S, G, w, d): the last w queries, right-aligned, where any part asks
         for part, row in zip(self.parts, flat, strict=True):
             self._lay(part, row)
+            if row.queries is not None:
+                if self.queries is None:
+                    wide = max(r.queries.shape[2] for r in flat if r.queries is not None)
+                    self.queries = first.new_zeros(total, row.queries.shape[1], wide, self.dim)
+                self.queries[part.strands, :, self.queries.shape[2] - part.asked :] = row.queries
         self._look_ahead()
 
     def _part(self, row: Row, sequence: int, at: int) -> Part:
@@ -206,7 +217,7 @@ class Strands:
         return Part(
             sequence, at, row.heads, row.storage, row.schedule, row.choose,
             n=row.n, tail=0, seen=row.seen, steps=row.steps, clock=0, positions=None, first=first, slots=slots,
-            summed=row.mass is not None,
+            summed=row.mass is not None, asked=0 if row.queries is None else row.queries.shape[2],
         )  # fmt: skip
 
     def _banks(self, rows: Sequence[Row], side: Literal["k", "v"], like: Tensor) -> list[Bank]:
@@ -264,19 +275,46 @@ class Strands:
     @property
     def allocated(self) -> int:
         """Bytes of every tensor, padding and spare room included."""
-        held = [self.k_tail, self.v_tail, self.hidden, self.mass, *(p.positions for p in self.parts), self._where]
-        return sum(t.nbytes for t in held if t is not None) + sum(b.nbytes for b in (*self.k_banks, *self.v_banks))
+        held = [*(p.positions for p in self.parts), self._where]
+        banks = sum(b.nbytes for b in (*self.k_banks, *self.v_banks))
+        return self.tail_bytes + sum(t.nbytes for t in held if t is not None) + banks
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of the tail, the mask and the mass."""
-        mass = 0 if self.mass is None else self.mass.nbytes
-        return self.k_tail.nbytes + self.v_tail.nbytes + self.hidden.nbytes + mass
+        """Bytes of the tail, the mask, the mass and the queries."""
+        own = self.k_tail, self.v_tail, self.hidden, self.mass, self.queries
+        return sum(t.nbytes for t in own if t is not None)
 
     @property
     def held(self) -> Ints:
         """Bytes of the entries of each sequence."""
         return self.base + self.one * self.clock
+
+    @property
+    def trace(self) -> Ints:
+        """(tokens of the last feed, sequences): bytes held after each token."""
+        ends = [begin for begin, _, _ in self._spans[1:]] + [self.clock + 1]
+        spans = [
+            base + one * np.arange(begin, end)[:, None]
+            for (begin, base, one), end in zip(self._spans, ends, strict=True)
+        ]
+        return np.concatenate([np.zeros((0, self.sequences), dtype=np.int64), *spans])
+
+    @property
+    def area(self) -> Ints:
+        """The sum of the bytes held after each token, by sequence."""
+        return self._area + self._held_until(self.clock)
+
+    def _held_until(self, clock: int) -> Ints:
+        """Bytes held summed over the tokens since the last event, up to token `clock`."""
+        tokens = clock - self._counted
+        return self.base * tokens + self.one * (tokens * (self._counted + 1 + clock) // 2)
+
+    def _change(self, token: int) -> None:
+        """What is held may change from `token` on, counted from 1."""
+        self._area = self._area + self._held_until(token - 1)
+        self._counted, self.base, self.one = token - 1, self.base.copy(), self.one.copy()
+        self._spans.append((token, self.base, self.one))
 
     @property
     def longest(self) -> int:
@@ -321,6 +359,9 @@ class Strands:
         if self.mass is not None and part.summed:
             runs.append((self.slots + self.cursor - part.tail, self.slots + self.cursor))
             mass = torch.cat([self.mass[part.strands, a:b] for a, b in runs], dim=1)
+        queries = None
+        if self.queries is not None and part.asked:
+            queries = self.queries[part.strands, :, self.queries.shape[2] - part.asked :].clone()
         return Row.of(
             k,
             _join(v) if v else None,
@@ -332,6 +373,7 @@ class Strands:
             choose=part.choose,
             steps=part.steps,
             mass=mass,
+            queries=queries,
         )
 
     # Other selections of the same sequences
@@ -345,9 +387,9 @@ class Strands:
         twin = copy.copy(self)
         order = list(sequences)
         twin.sequences, twin.parts = len(order), []
-        for name in ("base", "one", "area"):
+        for name in ("base", "one", "_area"):
             setattr(twin, name, getattr(self, name)[order])
-        twin.trace = self.trace[:, order]
+        twin._spans = [(begin, base[order], one[order]) for begin, base, one in self._spans]
         sources: list[Part] = []
         for new, old in enumerate(order):
             for part in (p for p in self.parts if p.sequence == old):
@@ -358,6 +400,9 @@ class Strands:
         index = torch.tensor(strands, device=self.k_tail.device)
         twin.k_tail, twin.v_tail, twin.hidden = self.k_tail[index], self.v_tail[index], self.hidden[index]
         twin.mass = self.mass[index] if self.mass is not None and any(p.summed for p in twin.parts) else None
+        if self.queries is not None:
+            wide = max(p.asked for p in twin.parts)
+            twin.queries = self.queries[index][:, :, self.queries.shape[2] - wide :].clone() if wide else None
         twin._where = None
         twin.k_banks, twin.v_banks = (self._picked(sources, twin.parts, side) for side in ("k", "v"))
         twin._look_ahead()
@@ -385,11 +430,16 @@ class Strands:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
         """Take in q tokens, keys, values (B, H, q, d), and attend from query (B, H_q, q, d): (B, H_q, q, d)."""
         grouped = (query * scaling).reshape(self.sequences * self.heads, -1, *query.shape[2:])
-        out, done = torch.empty_like(grouped), 0
+        parts, done = [], 0
         for taken in self.feed(keys, values):
-            out[:, :, done : done + taken] = self._attention(grouped[:, :, done : done + taken], window)
+            parts.append(self._attention(grouped[:, :, done : done + taken], window))
+            if self.queries is not None:
+                wide = self.queries.shape[2]
+                new = query[:, :, max(done, done + taken - wide) : done + taken].to(self.queries.dtype)
+                new = new.reshape(*self.queries.shape[:2], -1, self.dim)
+                self.queries = torch.cat([self.queries, new], dim=2)[:, :, -wide:]
             done += taken
-        return out.view(query.shape)
+        return (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]).view(query.shape)
 
     def feed(self, keys: Tensor, values: Tensor) -> Iterator[int]:
         """Append keys, values (B, H, q, d) piece by piece; yields the length of each piece while it is the newest.
@@ -398,9 +448,10 @@ class Strands:
         """
         q, done = keys.shape[2], 0
         keys, values = keys.reshape(-1, q, self.dim), values.reshape(-1, q, self.dim)
-        trace = []
+        self._spans = [(self.clock + 1, self.base, self.one)]
         while done < q:
             if self.clock >= self._full:
+                self._change(self.clock + 1)
                 for part in self.parts:
                     if part.touch(self.clock).full:
                         cap, reserve = part.schedule.cap or 1, part.schedule.reserve
@@ -414,22 +465,34 @@ class Strands:
             self.v_tail[:, at] = values[:, done : done + taken]
             self.cursor, self.clock, done = self.cursor + taken, self.clock + taken, done + taken
             yield taken
-            trace.append(self.base + self.one * np.arange(self.clock - taken + 1, self.clock)[:, None])
             if self.clock >= self._due:
+                self._change(self.clock)
                 self._settle()
-            trace.append(self.held[None])
-        self.trace = np.concatenate(trace)
-        self.area = self.area + self.trace.sum(0)
 
     def _look_ahead(self) -> None:
-        """When the next row must evict before a token comes (_full), and when one packs or evicts after it (_due)."""
+        """What holds until the next event.
+
+        When a row must evict before a token comes (_full), and when one packs or evicts after it (_due); which slots
+        (each bank's `used`, in all `_used`) and columns of the tail (from `_begin` on) hold something; whether any of
+        these is hidden.
+        """
         self._full, self._due = NEVER, NEVER
         self._ahead = max(p.seen - p.clock for p in self.parts)
+        self._begin = self.cursor
+        self._reindexed = [p for p in self.parts if p.schedule.reindex is not None]
+        for bank in (*self.k_banks, *self.v_banks):
+            bank.used = 0
         for part in self.parts:
             if part.touch(self.clock).full:
                 self._full = self.clock
             self._due = min(self._due, self.clock + part.room())
-        self._masked = bool(self.hidden[:, : self.slots + self.cursor].any())
+            self._begin = min(self._begin, self.cursor - part.tail)
+            for bank in (self.k_banks[part.k[0]], self.v_banks[part.v[0]]):
+                bank.used = max(bank.used, part.slots)
+        self._used = max(b.used for b in self.k_banks)
+        old, new = self.hidden[:, : self._used], self.hidden[:, self.slots + self._begin : self.slots + self.cursor]
+        self._old_hidden, self._new_hidden = bool(old.any()), bool(new.any())
+        self._runs: list[kernel.Run] | None = None
 
     def _settle(self) -> None:
         """Pack the groups that left the window, evict what is over its cap after beta tokens ("paper")."""
@@ -457,7 +520,7 @@ class Strands:
             saved += self.k_tail[part.strands, old].nbytes - sum(t.nbytes for t in packed.tensors())
             k = packed
         if st.v_bits < 16:
-            packed = quantise_v(self.v_tail[part.strands, old], st.v_bits)
+            packed = quantise_v(self.v_tail[part.strands, old], st.v_bits, st.channels)
             saved += self.v_tail[part.strands, old].nbytes - sum(t.nbytes for t in packed.tensors())
             v = packed
         slot = part.slots
@@ -519,12 +582,15 @@ class Strands:
         old = self._row(part)
         keys, values = old.dense(torch.float32)
         observed = {} if old.mass is None else {"mass": old.mass}
-        index = part.choose(keys, values, old.true_positions(), part.seen, keep, observed)
+        asked = None
+        if old.queries is not None:  # those before the first token are none
+            asked = old.queries[:, :, max(part.asked - part.seen, 0) :].flatten(0, 1)
+        index = part.choose(keys, values, old.true_positions(), part.seen, keep, observed, asked)
         mass = None if old.mass is None else old.mass.gather(1, index.expand(len(old.mass), -1))
         keys, values, kept = gather(keys, values, old.true_positions(), index)
         form: Literal["shared", "per_head"] = "per_head" if index.shape[0] > 1 else "shared"
         storage = replace(part.storage, positions=form)
-        row = Row(keys, values, kept, storage, seen=part.seen, dtype=old.dtype, mass=mass)
+        row = Row(keys, values, kept, storage, seen=part.seen, dtype=old.dtype, mass=mass, queries=old.queries)
         part.first, part.slots = _first(row)
         part.steps = 0
         self._reserve(part, part.slots)
@@ -535,33 +601,104 @@ class Strands:
 
     # Attention
 
+    @property
+    def path(self) -> str:
+        """What computes a step of one token: "triton" on GPUs that have it, "torch" otherwise."""
+        plain = self.mass is None and not self._reindexed
+        return "triton" if plain and kernel.usable(self.k_tail.device) else "torch"
+
+    def runs(self) -> list[kernel.Run]:
+        """What is held as the kernel reads it: strands that share both banks together, then the tail of all."""
+        if self._runs is None:
+            self._runs = []
+            pairs: dict[tuple[int, int], list[Part]] = {}
+            for part in self.parts:
+                if part.slots:
+                    pairs.setdefault((part.k[0], part.v[0]), []).append(part)
+            for (k, v), parts in pairs.items():
+                index = [
+                    [first + h for p, first in zip(parts, firsts, strict=True) for h in range(p.heads)]
+                    for firsts in ([p.at for p in parts], [p.k[1] for p in parts], [p.v[1] for p in parts])
+                ]
+                index.append([p.slots for p in parts for _ in range(p.heads)])
+                at, k_rows, v_rows, lengths = torch.tensor(index, dtype=torch.int32, device=self.k_tail.device)
+                sides = kernel.Side.of(self.k_banks[k]), kernel.Side.of(self.v_banks[v])
+                longest = max(p.slots for p in parts)
+                self._runs.append(kernel.Run(*sides, at, k_rows, v_rows, lengths, longest, self.hidden))
+        begin, columns = self._begin, self.cursor - self._begin
+        every = torch.arange(len(self.k_tail), dtype=torch.int32, device=self.k_tail.device)
+        lengths = torch.full_like(every, columns)
+        tails = kernel.Side.plain(self.k_tail[:, begin:]), kernel.Side.plain(self.v_tail[:, begin:])
+        hidden = self.hidden[:, self.slots + begin :]
+        return [*self._runs, kernel.Run(*tails, every, every, every, lengths, columns, hidden)]
+
     def _attention(self, query: Tensor, window: int | None) -> Tensor:
         """Scaled queries (S, G, p, d) of the newest p tokens over all that is held, themselves included."""
         strands, group, p, dim = query.shape
-        n = self.slots + self.cursor
+        if p == 1 and window is None and self.path == "triton":
+            return kernel.decode(query[:, :, 0], self.runs())[:, :, None]
+        used, begin, end = self._used, self._begin, self.cursor
+        n = used + end - begin
         size, out = max(LOGITS // (strands * group * n), 1), []
         for start in range(0, p, size):
             part = query[:, :, start : start + size]
             q = part.shape[2]
             flat = part.reshape(strands, group * q, dim)
-            logits = flat.new_empty(strands, group * q, n)
-            for bank in self.k_banks:
-                bank.score(flat, logits)
-            tail = self.k_tail[:, : self.cursor].to(flat.dtype)
-            logits[:, :, self.slots :] = torch.bmm(flat, tail.mT)
-            if self._masked:
-                logits.masked_fill_(self.hidden[:, None, :n], -torch.inf)
+            logits = self._logits(flat)
+            for row in self._reindexed:
+                self._bring_near(row, flat, logits)
+            if self._old_hidden:
+                logits[:, :, :used].masked_fill_(self.hidden[:, None, :used], -torch.inf)
+            if self._new_hidden:
+                hidden = self.hidden[:, None, self.slots + begin : self.slots + end]
+                logits[:, :, used:].masked_fill_(hidden, -torch.inf)
             if p > 1 or window is not None:
                 self._hide(logits.view(strands, group, q, n), start, p, window)
-            probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
-            if self.mass is not None:
-                self.mass[:, :n] += probs.sum(1)
-            probs = probs.to(flat.dtype)
-            mixed = torch.bmm(probs[:, :, self.slots :], self.v_tail[:, : self.cursor].to(flat.dtype))
+            if self.mass is None:
+                probs = torch.softmax(logits, dim=-1)  # in float32 inside, rounded once
+            else:
+                shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
+                received = shares.sum(1)
+                self.mass[:, :used] += received[:, :used]
+                self.mass[:, self.slots + begin : self.slots + end] += received[:, used:]
+                probs = shares.to(logits.dtype)
+            mixed = torch.bmm(probs[:, :, used:].to(flat.dtype), self.v_tail[:, begin:end].to(flat.dtype))
             for bank in self.v_banks:
-                bank.mix(probs, mixed)
+                if bank.used:
+                    bank.mix_into(probs, mixed)
             out.append(mixed.view(strands, group, q, dim))
         return torch.cat(out, dim=2) if len(out) > 1 else out[0]
+
+    def _bring_near(self, part: Part, query: Tensor, logits: Tensor) -> None:
+        """Logits of a re-indexed row's sinks again, as if they stood right before its newest entries (`Reindex`)."""
+        reindex, known = part.schedule.reindex, part.positions
+        part.touch(self.clock)
+        if reindex is None or known is None or part.seen == part.n:
+            return
+        first = known[: reindex.sinks]
+        sinks = int((first == torch.arange(len(first), device=first.device)).sum())
+        bank, start = self.k_banks[part.k[0]], part.k[1]
+        keys = bank.x[start : start + part.heads, :sinks].to(query.dtype)
+        nearer = back(query[part.strands], part.seen - part.n, reindex.rotary).to(query.dtype)
+        logits[part.strands, :, :sinks] = torch.bmm(nearer, keys.mT)
+
+    def _logits(self, flat: Tensor) -> Tensor:
+        """Scaled queries (S, Gq, d) times all keys: (S, Gq, used slots + columns); unused slots are arbitrary.
+
+        In float32 where a bank's are.
+        """
+        newest = torch.bmm(flat, self.k_tail[:, self._begin : self.cursor].to(flat.dtype).mT)
+        if not self._used:
+            return newest
+        if len(self.k_banks) == 1:
+            return torch.cat([self.k_banks[0].score(flat), newest], dim=-1)
+        parts = [(bank, bank.score(flat[bank.at])) for bank in self.k_banks if bank.used]
+        wide = torch.float32 if any(part.dtype == torch.float32 for _, part in parts) else flat.dtype
+        logits = flat.new_empty(*flat.shape[:2], self._used + newest.shape[2], dtype=wide)
+        logits[:, :, self._used :] = newest
+        for bank, part in parts:
+            logits[bank.at, :, : bank.used] = part
+        return logits
 
     def _hide(self, logits: Tensor, start: int, p: int, window: int | None) -> None:
         """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, and what left `window`."""
@@ -571,8 +708,11 @@ class Strands:
         logits[..., n - p :].masked_fill_(later, -torch.inf)
         if window is not None:
             where, ahead = self._places()
+            where = torch.cat(
+                [where[:, : self._used], where[:, self.slots + self._begin : self.slots + self.cursor]], dim=1
+            )
             at = (ahead[:, None] + (self.clock - p) + me)[..., None]  # (S, q, 1): the queries' own positions
-            logits.masked_fill_((at - where[:, None, :n] >= window)[:, None], -torch.inf)
+            logits.masked_fill_((at - where[:, None] >= window)[:, None], -torch.inf)
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """True positions (S, slots + columns) of what lies where, and (S,) how far each strand is ahead of the clock.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from moend.errors import UserError, unknown
 
-__all__ = ["Calibration", "DamageSettings", "KLSettings", "RippleSettings"]
+__all__ = ["AgreementSettings", "Calibration", "DamageSettings", "KLSettings", "RippleSettings"]
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,18 @@ class DamageSettings:
     """`calibration.damage`: the table of `ripple_2d` on `examples` examples of each of `kinds`.
 
     KL at every `every`-th of the `window` tokens after `prefix` tokens; `cue`: how many tokens announce a repeated
-    passage. keeps x bits (K, V) are the configurations; the uncompressed one costs nothing and need not be among them.
+    passage. keeps x bits are the configurations, bits being (K, V), or (K, V, the least share they are measured at);
+    the uncompressed one costs nothing and need not be among them.
     """
 
     kinds: tuple[str, ...] = ("text", "recall")
     examples: int = 4
     prefix: int = 1024
-    window: int = 48
+    window: int = 24
     every: int = 3
     cue: int = 16
     keeps: tuple[float, ...] = (0.025, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
-    bits: tuple[tuple[int, int], ...] = ((8, 4), (4, 4))
+    bits: tuple[tuple[float, ...], ...] = ((8, 4, 0.35), (4, 4))
     text: Literal["text", "recall", "file"] = "text"
     text_file: str | None = None
 
@@ -103,11 +104,15 @@ class DamageSettings:
                 raise unknown("calibration.damage.kinds", str(kind), ("text", "recall"))
         if not self.keeps or not all(isinstance(k, int | float) and 0 < k <= 1 for k in self.keeps):
             raise UserError(f"calibration.damage.keeps must be shares in (0, 1], at least one, got {list(self.keeps)}")
-        if not self.bits or not all(len(pair) == 2 and set(pair) <= {16, 8, 4, 2} for pair in self.bits):
+        if not self.bits or not all(
+            len(b) in (2, 3) and set(b[:2]) <= {16, 8, 4, 2} and all(0 < k <= 1 for k in b[2:]) for b in self.bits
+        ):
             raise UserError(
-                "calibration.damage.bits must be pairs [K, V] of 16, 8, 4 and 2, at least one, got "
-                f"{[list(pair) for pair in self.bits]}"
+                "calibration.damage.bits must be [K, V] or [K, V, least share] with bits of 16, 8, 4 and 2, at least "
+                f"one, got {[list(b) for b in self.bits]}"
             )
+        if not self.configs:
+            raise UserError("calibration.damage.keeps has no share that any of calibration.damage.bits is measured at")
         if self.text not in ("text", "recall", "file"):
             raise unknown("calibration.damage.text", str(self.text), ("text", "recall", "file"))
         if (self.text == "file") != (self.text_file is not None):
@@ -118,7 +123,33 @@ class DamageSettings:
     @property
     def configs(self) -> tuple[tuple[float, int, int], ...]:
         """(keep, K bits, V bits) that are measured, each once, from the dearest to the cheapest."""
-        return tuple(sorted({(float(k), *pair) for k in self.keeps for pair in self.bits}, reverse=True))
+        found = {(float(k), int(b[0]), int(b[1])) for k in self.keeps for b in self.bits if all(k >= x for x in b[2:])}
+        return tuple(sorted(found, reverse=True))
+
+
+@dataclass(frozen=True)
+class AgreementSettings:
+    """`calibration.agreement`: token agreement with full over the last `window` of `prefix + window` tokens.
+
+    text null: the bundled one that the model knows (model.texts).
+    """
+
+    examples: int = 20
+    prefix: int = 256
+    window: int = 64
+    text: Literal["text", "recall", "file"] | None = None
+    text_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("examples", 1), ("prefix", 1), ("window", 1)):
+            if not _whole(value := getattr(self, name)) or value < low:
+                raise UserError(f"calibration.agreement.{name} must be a whole number >= {low}, got {value!r}")
+        if self.text not in (None, "text", "recall", "file"):
+            raise unknown("calibration.agreement.text", str(self.text), ("text", "recall", "file"))
+        if (self.text == "file") != (self.text_file is not None):
+            raise UserError(
+                "calibration.agreement.text_file must be given exactly where calibration.agreement.text is 'file'"
+            )
 
 
 @dataclass(frozen=True)
@@ -133,6 +164,7 @@ class Calibration:
     kl: KLSettings = field(default_factory=KLSettings)
     ripple: RippleSettings = field(default_factory=RippleSettings)
     damage: DamageSettings = field(default_factory=DamageSettings)
+    agreement: AgreementSettings = field(default_factory=AgreementSettings)
 
     def __post_init__(self) -> None:
         if self.text is not None and not str(self.text).strip():
@@ -177,7 +209,17 @@ class Calibration:
                     raise UserError(f"calibration.damage.{name} must be a list, got {damage[name]!r}")
                 damage[name] = tuple(tuple(x) if name == "bits" else x for x in damage[name])
             values["damage"] = DamageSettings(**damage)
+        if "agreement" in values:
+            if not isinstance(values["agreement"], Mapping):
+                raise UserError(f"calibration.agreement must hold fields of its own, got {values['agreement']!r}")
+            values["agreement"] = AgreementSettings(
+                **_known(AgreementSettings, values["agreement"], "calibration.agreement")
+            )
         return cls(**values)
+
+    def measured_eviction(self, scorer: Mapping[str, Any] | None) -> Literal["scorer", "random"]:
+        """How entries go while measuring: a method without a scorer keeps all, and columns that evict are random."""
+        return self.eviction if scorer is not None else "random"
 
     def settings(self, kind: str, scorer: Mapping[str, Any] | None) -> dict[str, Any]:
         """The part of an artefact's identity that is settings: only what the numbers of this kind depend on.
@@ -186,6 +228,8 @@ class Calibration:
         """
         if kind == "queries":
             return {}
+        if kind == "agreement":
+            return {name: getattr(self.agreement, name) for name in ("examples", "prefix", "window")}
         if kind == "ripple":
             ripple = dataclasses.asdict(self.ripple)
             del ripple["text"], ripple["text_file"]  # the text enters by its hash
@@ -199,12 +243,10 @@ class Calibration:
             if "recall" in d.kinds:
                 measured["cue"] = d.cue
             return {"kinds": list(d.kinds), "configs": [list(c) for c in d.configs], "scorer": dict(scorer)} | measured
-        chosen: dict[str, Any] = {"eviction": self.eviction}
-        if self.eviction == "random":
+        chosen: dict[str, Any] = {"eviction": self.measured_eviction(scorer)}
+        if scorer is None or self.eviction == "random":
             chosen["seeds"] = list(self.seeds)
         else:
-            if scorer is None:
-                raise UserError(f"a {kind} calibration with eviction 'scorer' needs a method with a scorer")
             chosen["scorer"] = dict(scorer)
         if kind == "sensitivity":
             # The order of a lattice does not change its columns.

@@ -23,7 +23,7 @@ from torch import Tensor
 from moend.errors import Blocked, UserError
 from moend.plan import Arch
 
-KINDS = ("sensitivity", "queries", "kl", "ripple", "damage")
+KINDS = ("sensitivity", "queries", "kl", "ripple", "damage", "agreement")
 SCHEMA = 1
 DATA, META = "data.safetensors", "artefact.json"
 

@@ -8,6 +8,8 @@ end, sinks, newest tokens, 16-bit window.
 
 Two kinds of window, added: `text` is what follows the prefix in a text; `recall` is a passage of the prefix once more,
 so that what the model looks back for counts too: the prefix ends with the passage's first words again, as a cue.
+
+Per head, D[l, h, c] is the same with the cache of KV head h of layer l alone.
 """
 
 from __future__ import annotations
@@ -40,16 +42,22 @@ EDGE = 8  # a repeated passage keeps off the first and the last 1/8 of its prefi
 
 @dataclass(frozen=True)
 class DamageTable:
-    """per_example (K, N, L, C) float64 in nats, over `kinds` of window, examples, layers and `configs`."""
+    """per_example float64 in nats, over `kinds` of window, examples, layers, (heads,) `configs`: (K, N, L, (H,) C)."""
 
     kinds: tuple[str, ...]
     configs: tuple[Config, ...]
     per_example: Tensor
 
     @property
+    def heads(self) -> Tensor | None:
+        """(L, H, C): means over examples, summed over kinds; None where whole layers were measured."""
+        return self.per_example.mean(1).sum(0) if self.per_example.dim() == 5 else None
+
+    @property
     def per_kind(self) -> Tensor:
-        """(K, L, C): means over examples."""
-        return self.per_example.mean(1)
+        """(K, L, C): means over examples, summed over heads."""
+        mean = self.per_example.mean(1)
+        return mean.sum(2) if mean.dim() == 4 else mean
 
     @property
     def table(self) -> Tensor:
@@ -58,12 +66,13 @@ class DamageTable:
 
     def tensors(self) -> dict[str, Tensor]:
         """As an artefact stores it."""
-        return {
+        stored = {
             "table": self.table,
             "per_kind": self.per_kind,
             "per_example": self.per_example,
             "configs": encode(self.configs),
         }
+        return stored if self.heads is None else stored | {"heads": self.heads}
 
 
 def repeated(ids: Tensor, window: int, cue: int) -> Tensor:
@@ -95,14 +104,16 @@ def damage_table(
     storage: Callable[[int, int, int], Storage],
     *,
     every: int = 1,
+    heads: bool = False,
     statistics: Mapping[str, Tensor] | None = None,
     tokens_at_once: int = TOKENS,
     progress: Callable[[int, int], None] | None = None,
 ) -> DamageTable:
     """D of a model on examples {kind: ids (N, P + window)}, no padding; KL at every `every`-th window position.
 
-    storage(cap, K bits, V bits): how the method stores a layer of that cap (`Method.storage`). statistics: of scorers
-    that need them, (L, ...) by name. tokens_at_once bounds a sweep (rows x window). progress(done, all): examples.
+    storage(cap, K bits, V bits): how the method stores a layer of that cap (`Method.storage`). heads: each KV head by
+    itself; for scorers per head. statistics: of scorers that need them, (L, ...) by name. tokens_at_once bounds a sweep
+    (rows x window). progress(done, all): examples.
     """
     count, length = next(iter(examples.values())).shape
     prefix = length - window
@@ -112,12 +123,15 @@ def damage_table(
         raise UserError(f"the damage of scorer {base.scorer.name} is not measured: it needs {', '.join(sorted(odd))}")
     if depends_on_length(model):
         raise UserError(f"{type(model).__name__} turns keys by an angle that depends on the length: no damage table")
+    if heads and not base.scorer.per_head:
+        raise UserError(f"scorer {base.scorer.name} ranks entries for all heads of a layer alike: no damage per head")
     blocks = attention_blocks(model)
     configs = tuple(configs)
     kept = [min(kept_tokens(c.keep, prefix), prefix) for c in configs]
     # what changes nothing is not run: its damage is exactly 0
     run = [i for i, c in enumerate(configs) if kept[i] < prefix or min(c.k_bits, c.v_bits) < 16]
-    out = torch.zeros(len(examples), count, len(blocks), len(configs), dtype=torch.float64)
+    units: list[slice | None] = [slice(h, h + 1) for h in range(model.config.num_key_value_heads)] if heads else [None]
+    out = torch.zeros(len(examples), count, len(blocks), len(units), len(configs), dtype=torch.float64)
     with attention_of(model):
         stack = Stack(model)
         stack.check(next(iter(examples.values()))[:1, :16])
@@ -144,21 +158,28 @@ def damage_table(
                     )
                     stored = [storage(kept[i], configs[i].k_bits, configs[i].v_bits) for i in run]
                     changes.append(
-                        [partial(_compressed, done, selector, kept[i], s) for i, s in zip(run, stored, strict=True)]
+                        [
+                            partial(_compressed, done, selector, kept[i], s, unit)
+                            for unit in units
+                            for i, s in zip(run, stored, strict=True)
+                        ]
                     )
                 for layer, change, divergence, _ in sweep.run(changes, max(tokens_at_once // window, 1)):
-                    out[k, n, layer, run[change]] = divergence
+                    out[k, n, layer, change // len(run), run[change % len(run)]] = divergence
                 if progress is not None:
                     progress(k * count + n + 1, len(examples) * count)
-    return DamageTable(tuple(examples), configs, out)
+    return DamageTable(tuple(examples), configs, out if heads else out[:, :, :, 0].clone())
 
 
-def _compressed(prefilled: Prefilled, selector: Selector, keep: int, storage: Storage) -> Change:
-    """What `compress` would make of the layer, as it is read: 16-bit entries in the model's own type."""
+def _compressed(prefilled: Prefilled, selector: Selector, keep: int, storage: Storage, heads: slice | None) -> Change:
+    """What `compress` would make of these heads, as it is read: 16-bit entries in the model's own type."""
     keys, values, _ = prefilled.entries(selector.layer, 0)
     at = torch.arange(keys.shape[1], device=keys.device)
+    if heads is not None:
+        keys, values = keys[heads], values[heads]
     if keep < len(at):
-        kept = selector.best(prefilled.scores(selector, "base", 0), at, len(at), keep)
+        scores = prefilled.scores(selector, "base", 0)
+        kept = selector.best(scores if heads is None else scores[heads], at, len(at), keep)
         keys, values, at = gather(keys, values, at, kept)
     row = Row(keys, values, None, storage, seen=prefilled.length, dtype=keys.dtype)
-    return Change(*row.dense(keys.dtype), at)
+    return Change(*row.dense(keys.dtype), at, heads)

@@ -30,6 +30,7 @@ from moend.rope import depends_on_length
 
 VERSION = 1
 RESAMPLES = 2000
+SPLITS = 50  # pairs of disjoint subsets of the examples
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def summary(tensors: dict[str, Tensor], noises: Sequence[Noise], keeps: Sequence
     """What an artefact's tensors say, JSON-able: rank correlations with the damage, and the profile's stability.
 
     damage: per keep, |Spearman| of output response, local response and depth with D. stability: Spearman of the profile
-    with that under each further noise, and of the profiles of the two halves of the examples.
+    with that under each further noise, of the profiles of the two halves of the examples, and of the profiles of n
+    examples and n others, n = 1, 2, 4 ... (mean over random pairs of subsets): how many examples it takes.
     """
     response, local = tensors["response"].numpy(), tensors["local"].numpy()
     depth = np.arange(response.shape[1], dtype=np.float64)[None]
@@ -210,7 +212,22 @@ def summary(tensors: dict[str, Tensor], noises: Sequence[Noise], keeps: Sequence
     }
     if len(response) > 1:
         stability["even against odd examples"] = _spearman(response[::2].mean(0), response[1::2].mean(0))
+    n = 1
+    while 2 * n <= len(response):
+        stability[f"{n} against {n} other example{'s' * (n > 1)}"] = _agreement(response, n)
+        n *= 2
     return {"damage": damage, "stability": stability}
+
+
+def _agreement(response: npt.NDArray[np.float64], n: int) -> float | None:
+    """Mean Spearman of the profiles of n examples and of n others, over `SPLITS` seeded pairs of subsets."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(SPLITS):
+        order = rng.permutation(len(response))
+        found.append(_spearman(response[order[:n]].mean(0), response[order[n : 2 * n]].mean(0)))
+    known = [r for r in found if r is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _spearman(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float | None:

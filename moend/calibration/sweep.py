@@ -29,11 +29,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Change:
-    """What one layer's prefix becomes: keys, values (H, n, d) at positions (n,) or (H, n), None: 0 ... n - 1."""
+    """What one layer's prefix becomes: keys, values (H, n, d) at positions (n,) or (H, n), None: 0 ... n - 1.
+
+    heads: the KV heads that this is of, H of them, where not of all; the layer's others stay as they are.
+    """
 
     keys: Tensor
     values: Tensor
     positions: Tensor | None = None
+    heads: slice | None = None
 
 
 class _Prefix:
@@ -64,20 +68,23 @@ class _Prefix:
             sees &= me - at < window
         own = (q @ k.mT).masked_fill_(~sees, -torch.inf)
         same = rows - len(self.changes)
+        # where a change is of some heads, the others of its row see the whole prefix: that row is computed twice there
+        partly = any(c.heads is not None for c in self.changes)
         parts = [
-            (slice(0, same), self.whole),
+            (slice(0, rows if partly else same), self.whole),
             *((slice(same + i, same + i + 1), c) for i, c in enumerate(self.changes)),
         ]
         out = torch.empty_like(q)
         for part, change in parts:
             if part.start == part.stop:
                 continue
+            of = slice(None) if change.heads is None else change.heads
             gone = None
             if window is not None:
                 n = change.keys.shape[1]
                 old = torch.arange(n, device=query.device) if change.positions is None else change.positions
                 gone = (start + me - old[..., None, :] >= window).view(-1, 1, *me.shape[:1], n)
-            out[:, part] = _attend(q[:, part], own[:, part], v[:, part], change, gone)
+            out[of, part] = _attend(q[of, part], own[of, part], v[of, part], change, gone)
         return out.transpose(0, 1).reshape(query.shape).to(query.dtype)
 
 

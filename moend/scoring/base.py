@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moend.rope import Rotary
@@ -49,7 +50,7 @@ class Scorer(Protocol):
 
     @property
     def last_queries(self) -> int:
-        """How many of the prompt's last queries it needs."""
+        """How many of the last queries it needs. While decoding they are kept beside the entries, and counted."""
 
     @property
     def observes(self) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ class Scorer(Protocol):
 
     @property
     def at_decode(self) -> bool:
-        """Whether it can score again while decoding, when no prompt queries are at hand."""
+        """Whether it can score again while decoding, when nothing of the prompt's pass is at hand."""
 
     @property
     def statistics(self) -> str | None:
@@ -66,3 +67,26 @@ class Scorer(Protocol):
 
     def __call__(self, view: LayerView) -> Tensor:
         """(B, H, n) float32, or (B, 1, n) where all heads share one; the higher is kept, padding is -inf."""
+
+
+def grouped_attention(view: LayerView, window: int) -> tuple[Tensor, Tensor]:
+    """Attention (B, H, G, w, n) float32 of the last `window` queries over the entries, and which of them count (B, w).
+
+    Softmax over what each query sees: entries that are not padding and not later than itself. Queries that are padding
+    do not count; they see everything, so that no softmax is empty. Memory is w x n per query head.
+    """
+    if view.queries is None or view.query_positions is None:
+        raise ValueError("this scorer needs the last queries")
+    batch, heads, n, dim = view.keys.shape
+    queries = view.queries[:, :, -window:].float()
+    at = view.query_positions[:, -window:]
+    width, group = queries.shape[2], queries.shape[1] // heads
+    positions = view.positions[:, None] if view.positions.dim() == 2 else view.positions  # (B, 1 or H, n)
+    now = view.now[:, None]
+    counted = (at >= 0) & (at >= now - window)
+    flat = (queries * view.scaling).reshape(batch, heads, group * width, dim)
+    attention = (flat @ view.keys.float().transpose(-1, -2)).view(batch, heads, group, width, n)
+    sees = torch.where(counted, at, now)[:, None, :, None]
+    hidden = (positions[:, :, None] > sees) | (positions[:, :, None] < 0)  # (B, 1 or H, w, n)
+    attention.masked_fill_(hidden[:, :, None], -torch.inf)
+    return torch.softmax(attention, dim=-1), counted

@@ -15,7 +15,11 @@ class H2O:
     """An entry's score is the attention it received from all queries so far, prompt and output (H2O, section 4).
 
     Summed over the query heads of a group. The recent half of a budget is selection's business (`recent: 0.5`).
+    average: not the sum, which favours old entries, but the mean over the queries that could see the entry, itself
+    included (what others call observed attention).
     """
+
+    average: bool = False
 
     name = "h2o"
     per_head = True
@@ -28,7 +32,11 @@ class H2O:
         """(B, H, n) float32, -inf at padding."""
         if "mass" not in view.observed:
             raise ValueError("scorer h2o needs the attention that entries received")
-        return torch.where(view.valid, view.observed["mass"].float(), -torch.inf)
+        mass = view.observed["mass"].float()
+        if self.average:
+            positions = view.positions[:, None] if view.positions.dim() == 2 else view.positions
+            mass = mass / (view.now[:, None, None] - positions).clamp(min=1)
+        return torch.where(view.valid, mass, -torch.inf)
 
 
 SCORER = H2O

@@ -20,7 +20,7 @@ class SnapKV:
     the query heads of a group, then `pool` ("avg" or "max") with an odd `kernel` over the entries, with zeros beyond
     both ends. The window itself always stays: its scores are above 1, newest highest, all others are at most 1.
 
-    Memory is window x n per query head. A prompt's last queries are needed, so it cannot score again at decode.
+    Memory is window x n per query head. While decoding (`schedule: every`) the window is of the last queries so far.
     """
 
     window: int = 32
@@ -30,7 +30,7 @@ class SnapKV:
     name = "snapkv"
     per_head = True
     observes = ()
-    at_decode = False
+    at_decode = True
     statistics = None
 
     def __post_init__(self) -> None:

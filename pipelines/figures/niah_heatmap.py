@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipelines.figures import style
+from pipelines.figures import Picture, chunks, safe, style
 
+if TYPE_CHECKING:
+    from pipelines.sweep import Sweep
+
+ORDER = 35
+PANELS = 16
 COLOURS = "cividis"  # even in lightness and the same for the colour-blind (Nunez, Anderton and Renslow 2018)
 COLUMNS = 4
+
+
+def pictures(sweep: Sweep) -> Iterator[Picture]:
+    """One figure per model, benchmark and question mode, of cells whose benchmark is a grid."""
+    grids: dict[tuple[str, str, str], list[tuple[str, list[dict[str, Any]]]]] = {}
+    for row in sweep.done:
+        if row.result and (grid := row.result.get("grid")):
+            benchmark, asked, _, given = row.columns
+            title = " ".join(x for x in (row.method, given if given != "-" else "", row.variant) if x)
+            grids.setdefault((benchmark, row.info["model"], asked), []).append((title, grid))
+    for (benchmark, model, asked), panels in grids.items():
+        for i, group in enumerate(chunks(panels, PANELS)):
+            yield Picture(
+                safe(benchmark, model, asked, str(i + 1) if i else ""),
+                f"{benchmark} over length and depth: {model}" + ("" if asked == "-" else f", question {asked}"),
+                "Mean score at each prompt length and depth of the needle; grey was not measured.",
+                partial(draw, group),
+            )
 
 
 def draw(panels: Sequence[tuple[str, Sequence[dict[str, Any]]]], path: Path) -> bool:

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipelines.figures import style
+from pipelines.figures import Picture, safe, style
 
+if TYPE_CHECKING:
+    from pipelines.sweep import Sweep
+
+ORDER = 55
 Values = npt.NDArray[np.float64]
 RESAMPLES = 1000
+
+
+def pictures(sweep: Sweep) -> Iterator[Picture]:
+    """Each profile, with the budgets of the cell whose layers differ most: small ones may leave nothing to divide."""
+    from pipelines import evaluate
+
+    for key, (_, folder) in sweep.artefacts("ripple").items():
+        users = [r for r in sweep.done if r.payload["calibrations"].get("ripple") == key]
+        shared = [(r, entries(plan)) for r in users if (plan := sweep.plan(r)) is not None]
+        if not shared:
+            continue
+        row, tokens = max(shared, key=lambda pair: max(pair[1]) - min(pair[1]))
+        p, title = evaluate.ripple_profile(folder), f"{row.info['method']} at {row.columns[3]}, {row.info['model']}"
+        yield Picture(
+            safe("ripple_profile", row.info["model"], key[:6]),
+            f"RippleKV's profile and budgets: {row.info['model']}",
+            f"{len(p['response'])} examples; means with 95 % bootstrap intervals over examples. The output's response "
+            "decides how many entries each layer gets.",
+            partial(draw, p["response"], p["local"], p["damage"], tokens, title),
+        )
+
+
+def entries(plan: dict[str, Any]) -> list[int]:
+    """Entries per layer at a plan's reference length."""
+    t = plan["t_ref"]
+    return [round(x["keep"] * t) if x["tokens"] is None else min(x["tokens"], t) for x in plan["layers"]]
 
 
 def draw(

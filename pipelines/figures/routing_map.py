@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipelines.figures import style
+from pipelines.figures import Picture, safe, style
 
+if TYPE_CHECKING:
+    from pipelines.sweep import Sweep
+
+ORDER = 40
+PLANS = 4  # in one figure
 BITS = (2, 4, 8, 16)
 SHADES = {2: "#F1E4EE", 4: "#F6D9B8", 8: "#79B7DE", 16: "#0B4F7D"}  # light to dark in grey print as well
+
+
+def pictures(sweep: Sweep) -> Iterator[Picture]:
+    """One figure per model, of plans that give layers different things: of each method the one that differs most."""
+    plans: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    for row in sweep.done:
+        plan = sweep.plan(row) or {}
+        if len({str(x) for x in plan.get("layers", ())}) > 1:
+            benchmark, asked, _, given = row.columns
+            mode = "" if asked == "-" else f", question {asked}"
+            seen = plans.setdefault(row.info["model"], [])
+            if all(p["layers"] != plan["layers"] for *_, p in seen):
+                seen.append((row.info["method"], f"{row.method} at {given}, {benchmark}{mode}", plan))
+    for model, found in plans.items():
+        found.sort(key=lambda x: -len({layer["keep"] for layer in x[2]["layers"]}))
+        firsts = [next(x for x in found if x[0] == m) for m in dict.fromkeys(m for m, *_ in found)]
+        rest = [x for x in found if all(x is not y for y in firsts)]
+        shown = [(title, plan) for _, title, plan in (firsts + rest)[:PLANS]]
+        more = f" {len(shown)} of {len(found)} plans are shown." if len(found) > len(shown) else ""
+        yield Picture(
+            safe("routing_map", model),
+            f"Routing: {model}",
+            "What each layer was given: the share of the context it keeps, and the bits of its keys and values." + more,
+            partial(draw, shown),
+        )
 
 
 def draw(plans: Sequence[tuple[str, dict[str, Any]]], path: Path) -> bool:

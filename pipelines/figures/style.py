@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,27 @@ import matplotlib.pyplot as plt
 BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE, GREY = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#777777",
 )  # fmt: skip
+# The MoE-nD family is drawn solid, what others chose the tokens for dashed: colour alone never tells two methods apart.
 METHODS = {
     "full": (BLACK, "s"),
     "1d": (GREY, "o"),
     "2d_uniform": (SKY, "v"),
     "2d": (BLUE, "^"),
     "2d_hetero": (RED, "D"),
+    "2d_hetero_head": (ORANGE, "D"),
+    "ripple_2d": (PURPLE, "p"),
     "SnapKV": (GREEN, "P"),
     "StreamingLLM": (ORANGE, "X"),
-    "Random": (PURPLE, "*"),
+    "H2O": (SKY, "<"),
+    "PyramidKV": (BLUE, ">"),
+    "RippleKV": (PURPLE, "h"),
+    "KVZip": (RED, "d"),
+    "KVZip_uniform": (ORANGE, "d"),
+    "MoEZip": (BLUE, "*"),
+    "Random": (GREY, "*"),
 }
-_OTHERS = [(c, m) for m in "hp<>dH" for c in (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)]
+SOLID = {"full", "1d", "2d_uniform", "2d", "2d_hetero", "2d_hetero_head", "ripple_2d"}
+_OTHERS = [(c, m) for m in "H8^vosD" for c in (GREEN, PURPLE, ORANGE, RED, BLUE, SKY)]
 SETTINGS: dict[str, Any] = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -45,8 +55,8 @@ SETTINGS: dict[str, Any] = {
     "legend.frameon": False,
     "figure.dpi": 110,
     "savefig.dpi": 200,
-    "savefig.bbox": "tight",
     "image.interpolation": "nearest",
+    "pdf.fonttype": 42,  # letters stay letters
 }
 
 
@@ -54,23 +64,84 @@ def look(method: str, among: Sequence[str]) -> tuple[str, str]:
     """Colour and marker of a method: always the same for the known ones, distinct for the rest of `among`."""
     if method in METHODS:
         return METHODS[method]
-    rest = [m for m in among if m not in METHODS]
+    rest = [m for m in dict.fromkeys(among) if m not in METHODS]
     return _OTHERS[rest.index(method) % len(_OTHERS)]
+
+
+def line(method: str) -> Any:
+    """Dash pattern of a method's line."""
+    return "-" if method in SOLID else (0, (4, 1.5))
+
+
+def errors(
+    axis: Any, x: Sequence[float], results: Sequence[Mapping[str, Any]], method: str, among: Sequence[str]
+) -> Any:
+    """Scores with their interval bars at x, joined by the method's line; the handle is for the legend."""
+    colour, marker = look(method, among)
+    y = [r["score"] for r in results]
+    below = [max(r["score"] - bound(r, "score_low"), 0) for r in results]
+    above = [max(bound(r, "score_high") - r["score"], 0) for r in results]
+    return axis.errorbar(
+        x, y, yerr=[below, above], color=colour, marker=marker, ls=line(method), capsize=2, elinewidth=0.9,
+        markeredgecolor="white", markeredgewidth=0.5,
+    )  # fmt: skip
+
+
+def reference(axis: Any, result: Mapping[str, Any]) -> None:
+    """The full cache's score as a dashed line over the whole panel, its interval as a band."""
+    axis.axhspan(bound(result, "score_low"), bound(result, "score_high"), color=BLACK, alpha=0.07, lw=0)
+    axis.axhline(result["score"], color=BLACK, lw=1, ls=(0, (4, 2)))
+
+
+def theirs(axis: Any, x: Sequence[float], y: Sequence[float], method: str, among: Sequence[str]) -> Any:
+    """Published points: hollow and dotted, so that nobody takes them for ours."""
+    colour, marker = look(method, among)
+    (handle,) = axis.plot(x, y, color=colour, marker=marker, mfc="white", ls=":", lw=1.1, zorder=1.5)
+    return handle
+
+
+def bound(result: Mapping[str, Any], name: str) -> float:
+    """An interval's end; the score itself where there is no interval."""
+    value = result[name]
+    return float(result["score"] if value is None else value)
+
+
+def score_axis(axis: Any, results: Sequence[Mapping[str, Any]]) -> None:
+    """Label and limits of an axis of scores."""
+    first = results[0]
+    better = "" if first["higher_is_better"] else "\n(lower is better)"
+    axis.set_ylabel(f"{first['metric'].replace('_', ' ')}, {first['unit']}{better}")
+    if first["higher_is_better"] and all(0 <= r["score"] <= 1 for r in results):
+        axis.set_ylim(-0.04, 1.04)
+
+
+def panel_title(result: Mapping[str, Any]) -> str:
+    """Benchmark and question mode."""
+    question = {True: ", question visible", False: ", question unseen", None: ""}[result["question_visible"]]
+    paper = " (paper protocol)" if result["budget_protocol"] == "paper" else ""
+    return f"{result['benchmark']}{question}{paper}"
 
 
 @contextlib.contextmanager
 def figure(path: Path, width: float, height: float, **grid: Any) -> Iterator[tuple[Any, Any]]:
-    """`with figure(path, w, h, nrows=.., ncols=..) as (fig, axes)`: styled, saved as PNG at the end, closed."""
+    """`with figure(path, w, h, nrows=.., ncols=..) as (fig, axes)`: styled, saved as PNG and PDF at the end, closed."""
     with plt.rc_context(SETTINGS):
         fig, axes = plt.subplots(figsize=(width, height), squeeze=False, layout="constrained", **grid)
         try:
             yield fig, axes
             path.parent.mkdir(parents=True, exist_ok=True)
-            temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp.png")  # two processes may draw the same
-            try:
-                fig.savefig(temp)
-                temp.replace(path)
-            finally:
-                temp.unlink(missing_ok=True)
+            fig.draw_without_rendering()
+            fig.set_layout_engine("none")  # laid out and measured once, for both files
+            box = fig.get_tightbbox().padded(0.08)
+            for kind, said in ((".png", None), (".pdf", {"CreationDate": None})):
+                target = path.with_suffix(kind)
+                temp = path.with_name(
+                    f".{path.stem}.{secrets.token_hex(4)}.tmp{kind}"
+                )  # two processes may draw the same
+                try:
+                    fig.savefig(temp, bbox_inches=box, metadata=said)
+                    temp.replace(target)
+                finally:
+                    temp.unlink(missing_ok=True)
         finally:
             plt.close(fig)

@@ -28,6 +28,7 @@ from moend.scoring import scorer
 from tests.tiny import tiny
 
 FAMILY = ["1d", "2d_uniform", "2d", "2d_hetero"]
+UNIFORM = [*FAMILY, "SnapKV", "StreamingLLM", "Random", "H2O", "PyramidKV", "RippleKV", "TOVA", "RKV", "Knorm", "AdaKV"]
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
@@ -54,9 +55,9 @@ def damage() -> Artefact:
     """Of a model that needs its third layer."""
     configs = [Config(*c) for c in DamageSettings().configs]
     loss = torch.tensor([1 - c.keep + 0.1 / c.k_bits for c in configs], dtype=torch.float64)
-    return Artefact(
-        "damage", {}, {"table": torch.tensor([[3.0], [1.0], [9.0], [0.1]]) * loss, "configs": encode(configs)}
-    )
+    table = torch.tensor([[3.0], [1.0], [9.0], [0.1]]) * loss
+    heads = torch.stack([table * 0.1, table * 0.9], dim=1)
+    return Artefact("damage", {}, {"table": table, "heads": heads, "configs": encode(configs)})
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def same(a: Outcome, b: Outcome) -> bool:
     """Equal but for times, how many decoded together, and rounding of log-likelihoods."""
     skip = {"fused_rows", "prefill_seconds", "select_seconds", "decode_seconds", "peak_bytes", "answer_nll"}
     da, db = dataclasses.asdict(a), dataclasses.asdict(b)
-    close = abs((a.answer_nll or 0) - (b.answer_nll or 0)) < 1e-3
+    close = abs((a.answer_nll or 0) - (b.answer_nll or 0)) < 5e-3  # a rounding may move a code of 2 bits
     return close and all(da[k] == db[k] for k in da if k not in skip)
 
 
@@ -111,7 +112,16 @@ def test_full_is_the_stock_model(loaded, artefacts, examples):
 def every_way(n: str, visible: bool) -> list[dict[str, Any]]:
     """A method as it is, and, where it evicts while decoding, so often that it does within a short answer."""
     asked = {"mode": "recon"} if method(n).mode and not visible else {}  # there is no question to go by
-    return [asked, {"beta": 3}] if method(n).schedule == "every" else [asked]
+    ways = [asked, {"beta": 3}] if method(n).schedule == "every" else [asked]
+    more = {"StreamingLLM": {"reindex": True, "beta": 2}, "SnapKV": {"schedule": "every", "beta": 3}}
+    return [*ways, more[n]] if n in more else ways
+
+
+def budgets(n: str, tight: tuple[str, ...], fields: dict[str, Any] | None = None) -> tuple[str, ...]:
+    """Tight ones, or one that a method can meet which keeps every token, or the last queries beside some of them."""
+    if "schedule" in (fields or {}):
+        return ("60%",)
+    return ("80%",) if method(n).allocator == "all" else tight
 
 
 @pytest.mark.parametrize("visible", [True, False])
@@ -120,7 +130,7 @@ def test_fused_equals_single(loaded, artefacts, examples, visible):
         Job(cell(loaded, artefacts, n, b, dtype=torch.float32, **fields))
         for n in method_names()
         for fields in every_way(n, visible)
-        for b in ("8%", "15%", "40%")
+        for b in budgets(n, ("8%", "15%", "40%"), fields)
     ]
     for example in examples[:2]:
         together = Engine(loaded).run(example, jobs, question_visible=visible)
@@ -141,7 +151,7 @@ def test_fused_equals_single(loaded, artefacts, examples, visible):
 @pytest.mark.req(1)
 @pytest.mark.req(4)
 @pytest.mark.req(21)
-@pytest.mark.parametrize("name", [*FAMILY, "SnapKV", "StreamingLLM", "Random", "H2O", "PyramidKV", "RippleKV"])
+@pytest.mark.parametrize("name", [*UNIFORM, "ripple_2d_head"])
 @pytest.mark.parametrize("budget", ["12%", "30%", 60, "24KiB"])
 def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, name, budget):
     """Every sample is compressed; held bytes equal the plan's prediction, and `matched` binds where it must."""
@@ -156,9 +166,11 @@ def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, nam
         specs = bound.specs(cut, new)
         predicted = 0
         for s in specs:
-            n = min(s.tokens, cut)
-            storage = dataclasses.replace(s.storage, positions="none") if n == cut else s.storage
-            predicted += int(layer_bytes(n, storage, arch.kv_heads, arch.head_dim))
+            parts = [(s.tokens, s.storage, arch.kv_heads)]
+            if s.heads is not None and s.storages is not None:
+                parts = [(n, own, 1) for n, own in zip(s.heads, s.storages, strict=True)]
+            for n, storage, heads in parts:
+                predicted += int(layer_bytes(min(n, cut), storage.whole if n >= cut else storage, heads, arch.head_dim))
         assert out.resident_bytes == predicted <= total
         assert out.entries == [min(s.tokens, cut) for s in specs]
         if bound.method.schedule == "every":
@@ -297,8 +309,8 @@ def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protoco
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("protocol", "budgets"), [("matched", ("6%", "20%", "40%")), ("paper", ("20%",))])
-def test_embedded_model_fused_equals_single(protocol, budgets):
+@pytest.mark.parametrize(("protocol", "tight"), [("matched", ("6%", "20%", "40%")), ("paper", ("20%",))])
+def test_embedded_model_fused_equals_single(protocol, tight):
     """Every method on SmolLM2 in fp32, as one batch and one by one: the same tokens and bytes."""
     from tests.moend.test_methods import calibrations
 
@@ -311,7 +323,7 @@ def test_embedded_model_fused_equals_single(protocol, budgets):
         Job(bind(method(n, **fields), Budget.parse(b), protocol, loaded.arch, t_ref=None, artefacts=artefacts,
                  store_dtype=loaded.store_dtype))
         for n in method_names() if n != "MoEZip"  # a dense model has no routers
-        for fields in every_way(n, True) for b in budgets
+        for fields in every_way(n, True) for b in budgets(n, tight)
     ]  # fmt: skip
     together = Engine(loaded).run(example, jobs)
     single = Engine(loaded, fuse=False).run(example, jobs)
@@ -352,3 +364,22 @@ def test_attention_scaling_is_read_from_the_model():
     from moend.engine import attention_scaling
 
     assert attention_scaling(tiny("qwen3")) == [0.25] * 3
+
+
+def test_positions_are_those_of_the_entries_that_are_held(loaded, artefacts, examples):
+    names = ["full", "2d_hetero", "SnapKV", "StreamingLLM", "KVZip"]
+    jobs = [Job(cell(loaded, artefacts, n, "25%")) for n in names]
+    outs = dict(zip(names, Engine(loaded).run(examples[0], jobs, positions=True), strict=True))
+    for out in outs.values():
+        assert len(out.positions) == loaded.arch.layers
+        for heads, entries in zip(out.positions, out.entries, strict=True):
+            assert len(heads) == loaded.arch.kv_heads
+            assert abs(sum(map(len, heads)) / len(heads) - entries) < 1
+            for p in heads:
+                assert torch.equal(p, p.unique()) and p[0] >= 0 and p[-1] < out.compressed_tokens
+    tokens = outs["full"].compressed_tokens
+    assert all(p.tolist() == list(range(tokens)) for heads in outs["full"].positions for p in heads)
+    for heads in outs["StreamingLLM"].positions:
+        assert heads[0].tolist() == [0, 1, 2, 3, *range(tokens - len(heads[0]) + 4, tokens)]
+    assert len({len(p) for heads in outs["KVZip"].positions for p in heads}) > 1  # heads of unequal length
+    assert not Engine(loaded).run(examples[0], jobs[:1])[0].positions

@@ -18,7 +18,7 @@ from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattice, lattice
 from moend.errors import Blocked, Infeasible, UserError
 from moend.methods import BoundMethod, Method, bind, from_fields, method, method_names, reference_length
-from moend.plan import Arch, Budget, layer_bytes, peak_layer_bytes
+from moend.plan import Arch, Budget, RoutingPlan, layer_bytes, peak_layer_bytes
 from moend.rope import Rotary
 
 ARCH = Arch(layers=6, q_heads=4, kv_heads=2, head_dim=64, max_positions=4096)
@@ -55,7 +55,9 @@ def damage(arch: Arch = ARCH, seed: int = 0) -> Artefact:
     configs = [Config(*c) for c in DamageSettings().configs]
     scale = torch.rand(arch.layers, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
     loss = torch.tensor([[1 - c.keep, 8 / c.k_bits / 8] for c in configs], dtype=torch.float64)
-    return Artefact("damage", {}, {"table": scale @ loss.T, "configs": encode(configs)}, {})
+    own = scale[:, None] * torch.rand(arch.layers, arch.kv_heads, 1, dtype=torch.float64)
+    tensors = {"table": scale @ loss.T, "heads": own @ loss.T, "configs": encode(configs)}
+    return Artefact("damage", {}, tensors, {})
 
 
 def calibrations(arch: Arch = ARCH) -> dict[str, Artefact]:
@@ -128,6 +130,14 @@ def test_bad_fields_are_refused(fields):
         method("2d_hetero", **fields)
 
 
+def test_a_threshold_needs_scores_that_compare_over_heads():
+    with pytest.raises(UserError, match="those of scorer moezip are places in each head's own order"):
+        method("MoEZip", allocator="threshold")
+    with pytest.raises(UserError, match="needs a scorer per head, 16 bit"):
+        method("KVZip", precision={"k_bits": 8, "v_bits": 8})
+    assert method("SnapKV", allocator="threshold").allocator == "threshold"
+
+
 @pytest.mark.req(4)
 @pytest.mark.req(19)
 @settings(deadline=None, max_examples=150)
@@ -155,15 +165,13 @@ def test_matched_never_passes_the_budget(name, budget, tokens, new):
     if b.method.schedule == "every":
         assert peak(b, tokens, new) <= total
     held = sum(
-        int(
-            layer_bytes(
-                min(s.tokens, tokens),
-                dataclasses.replace(s.storage, positions="none") if s.tokens >= tokens else s.storage,
-                ARCH.kv_heads,
-                ARCH.head_dim,
-            )
-        )
+        int(layer_bytes(min(n, tokens), x.whole if n >= tokens else x, heads, ARCH.head_dim))
         for s in specs
+        for n, x, heads in (
+            zip(s.heads, s.storages, [1] * len(s.heads), strict=True)
+            if s.heads
+            else [(s.tokens, s.storage, ARCH.kv_heads)]
+        )
     )
     assert held <= total
 
@@ -275,9 +283,30 @@ def test_a_plan_or_calibration_of_another_model_is_refused():
     headed = dataclasses.replace(plan, layers=(dataclasses.replace(plan.layers[0], head_tokens=(3, 4)),) * 6)
     with pytest.raises(UserError, match="head_tokens"):
         bound("2d_hetero", 300, given=headed)
+    heads = dataclasses.replace(plan, layers=(dataclasses.replace(plan.layers[0], heads=(plan.layers[0],) * 2),) * 6)
+    with pytest.raises(UserError, match="heads do not evict while decoding"):
+        bound("2d_hetero", 300, given=heads)
+    more = dataclasses.replace(plan, layers=(dataclasses.replace(plan.layers[0], heads=(plan.layers[0],) * 3),) * 6)
+    with pytest.raises(UserError, match="other than the model's 2 KV heads"):
+        bound("ripple_2d", 300, given=more)
     foreign = dataclasses.replace(queries(), identity={"arch": dataclasses.asdict(ARCH) | {"kv_heads": 4}})
     with pytest.raises(UserError, match="kv_heads: has 4, needs 2"):
         bind(method("1d"), Budget.parse(300), "matched", ARCH, t_ref=None, artefacts={"queries": foreign})
+
+
+@pytest.mark.parametrize("budget", ["10%", 200])
+def test_a_plan_per_head_survives_its_file(budget):
+    """Written and read, it gives the specs that it was made for: no head's entries or bits are lost."""
+    t_ref = None if budget == "10%" else 1024
+    made = bound("ripple_2d_head", budget, t_ref=t_ref)
+    plan = made.plan(1000, 16)
+    assert {len(x.heads) for x in plan.layers} == {2}
+    assert all(h.tokens is None for x in plan.layers for h in x.heads) == (t_ref is None)
+    assert len({(h.keep, h.k_bits) for x in plan.layers for h in x.heads}) > 2
+    back = RoutingPlan.from_json(plan.to_json())
+    assert back == plan
+    again = bound("ripple_2d_head", budget, t_ref=t_ref, given=back)
+    assert again.specs(1000, 16) == made.specs(1000, 16)
 
 
 def test_scores_are_not_shared_between_calibrations():

@@ -11,7 +11,9 @@ from transformers import AttentionInterface
 from moend.cache import prefill
 from moend.cache.attention import attention_of
 from moend.errors import UserError
-from moend.passes import CARRY, SINKS, Passes, Request, request
+from moend.methods import bind, method
+from moend.passes import CARRY, SINKS, Passes, Request, request, routing_flips
+from moend.plan import Arch, Budget
 from moend.routers import Routing
 from moend.scoring.moezip import fisher_trace
 from tests.tiny import tiny
@@ -19,6 +21,7 @@ from tests.tiny import tiny
 START, STOP, LENGTH = 2, 61, 70
 ASK = Request(first=(80, 81, 82), later=(83, 84))
 SEEN: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+GONE: dict[int, torch.Tensor] = {}  # (H, LENGTH) of a layer: what queries behind LENGTH do not see
 
 
 def spy(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **rest: Any) -> Any:
@@ -28,6 +31,9 @@ def spy(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float
     hidden = torch.ones(t, t, dtype=torch.bool).triu(1)
     if rest.get("sliding_window"):
         hidden |= torch.ones(t, t, dtype=torch.bool).tril(-rest["sliding_window"])
+    hidden = hidden.repeat(query.shape[1], 1, 1)
+    if module.layer_idx in GONE:
+        hidden[:, LENGTH:, :LENGTH] |= GONE[module.layer_idx].repeat_interleave(group, 0)[:, None]
     share = ((query @ key.repeat_interleave(group, 1).mT) * scaling).masked_fill(hidden, -torch.inf).softmax(-1)
     return (share @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
@@ -229,6 +235,33 @@ def test_gates_are_those_of_the_instruction_alone():
     f = float(fisher_trace(torch.full((4,), 0.25), "softmax"))
     torch.testing.assert_close(found.observed["routing_query"][0][0, 0, :STOP], total * f, atol=1e-4, rtol=1e-4)
     assert float(found.observed["routing_query"][0][0, 1, 0]) == 1.0
+
+
+@pytest.mark.req(5)
+def test_routing_flips_are_those_of_a_full_pass_with_the_dropped_entries_masked(monkeypatch):
+    model, tokens = tiny("qwen3_moe"), ids()
+    answer = torch.randint(3, 79, (12,), generator=torch.Generator().manual_seed(6)).tolist()
+    done = prefill(model, torch.tensor([tokens]), last_queries=8)
+    snap = method("SnapKV", scorer={"name": "snapkv", "window": 8}, recent=8)
+    bound = bind(snap, Budget.parse("25%"), "matched", Arch(3, 4, 2, 16, 4096), t_ref=None, store_dtype=torch.float32)
+    cache = bound.fork(done, len(answer), rotary=None, scaling=[0.25] * 3)
+    found = routing_flips(model, Routing.of(model, torch.tensor([tokens[:30]])), done, cache, answer)
+
+    def chosen() -> list[list[set[int]]]:
+        _, logits = full(model, tokens + answer)
+        return [[set(t.topk(2).indices.tolist()) for t in layer.view(-1, 4)[LENGTH:]] for layer in logits]
+
+    whole = chosen()
+    for layer, (row,) in enumerate(cache.parts()):
+        assert row.positions is not None
+        dropped = torch.ones(2, LENGTH, dtype=torch.bool).scatter(1, row.positions.long(), False)
+        assert 0 < int(dropped.sum()) < 2 * LENGTH
+        monkeypatch.setitem(GONE, layer, dropped)
+    pairs = [(a, b) for x, y in zip(whole, chosen(), strict=True) for a, b in zip(x, y, strict=True)]
+    naive = sum(a != b for a, b in pairs) / len(pairs)
+    assert found == pytest.approx(naive)
+    assert 0 < naive < 1
+    assert any(a != b and a & b for a, b in pairs)  # one expert of two is enough
 
 
 def test_the_models_own_attention_is_back_afterwards():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelines import run
+from pipelines import figures, run
 from pipelines.compose import Point, run_hydra
 from tests.pipelines import stub
+from tests.pipelines.wandb_server import Server
 
 
 def compose_points(args: Sequence[str]) -> list[Point]:
@@ -33,11 +35,14 @@ def sweep_points(name: str) -> tuple[Point, ...]:
 
 
 class Runs:
-    """Runs commands in process with a stub library and a store of its own."""
+    """Runs commands in process with a stub library and a store of its own. Figures are drawn where `drawn` is set."""
 
     def __init__(self, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         self.store, self.monkeypatch, self.capsys = store, monkeypatch, capsys
         self.library = stub.install(monkeypatch)
+        self.drawn = False
+        draw = figures.pictures
+        monkeypatch.setattr(figures, "pictures", lambda sweep: draw(sweep) if self.drawn else [])
         self.out = self.err = ""
 
     def __call__(self, *args: str, main: Any = run.main) -> int:
@@ -51,3 +56,49 @@ class Runs:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runs:
     """`runs("method=1d", ...)` is an exit code; `.out` and `.err` hold what was printed, `.library` the stub."""
     return Runs(tmp_path / "store", monkeypatch, capsys)
+
+
+TRACKED = ("model=recall_moe", "benchmark=recall", "calibration=recall", "benchmark.limit=2", "method=full,2d_hetero",
+           "budget=25%", "-m")  # fmt: skip
+# What a shell may have left behind: none of it may reach a run. The last two are secrets of other programs.
+INHERITED = {
+    "WANDB_RUN_ID": "inherited", "WANDB_MODE": "online", "WANDB_PROJECT": "inherited", "WANDB_ENTITY": "inherited",
+    "WANDB_RUN_GROUP": "inherited", "WANDB_TAGS": "inherited", "WANDB_NAME": "inherited", "WANDB_RESUME": "must",
+    "WANDB_DIR": "/proc/nowhere", "WANDB_CACHE_DIR": "/proc/nowhere", "WANDB_DISABLED": "true",
+    "WANDB_API_KEY": "5ec2e7" * 6 + "aaaa", "AWS_SECRET_ACCESS_KEY": "canary-of-the-environment",
+    "HF_TOKEN": "canary-of-the-hub",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """The same evaluation without a tracker and, in a hostile shell with a home that cannot be written, with one."""
+    folder = tmp_path_factory.mktemp("tracking")
+    home = folder / "home"
+    home.write_text("a file: nothing can be written below it, not even by root")
+    with pytest.MonkeyPatch.context() as patch:
+        assert run.main([*TRACKED, "tracking=none", f"paths.store={folder / 'none'}"]) == 0
+        for name, value in INHERITED.items():
+            patch.setenv(name, value)
+        patch.setenv("HOME", str(home))
+        cache = f"paths.cache={os.environ.get('MOEND_CACHE', folder / 'canary-of-the-command')}"
+        assert run.main([*TRACKED, f"paths.store={folder / 'offline'}", "tracking.timeout_s=400", cache]) == 0
+    assert home.is_file()
+    yield folder / "none", folder / "offline"
+
+
+KEY = "0123456789" * 4  # as long as a real one
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    """A server that the environment names, with a key for it; a home without any."""
+    found = Server()
+    monkeypatch.setenv("WANDB_BASE_URL", found.url)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("NETRC", raising=False)
+    (tmp_path / "home").mkdir()
+    yield found
+    found.shutdown()
+    found.server_close()

@@ -116,6 +116,12 @@ def single_operations(folder: Path) -> tuple[Any, list[str]]:
     return np.geomspace(0.01, 1, 6).reshape(3, 2), ["k8", "k4"]
 
 
+def sensitivity(folder: Path) -> dict[str, Any]:
+    """Stands in for what the landscape shows of a sensitivity artefact."""
+    singles, operations = single_operations(folder)
+    return {"singles": singles, "operations": operations, "pair": None, "how": "a stub"}
+
+
 def install(monkeypatch: Any, **attributes: Any) -> Library:
     """Make the launcher use one stub library, and return it."""
     from pipelines import evaluate
@@ -125,4 +131,5 @@ def install(monkeypatch: Any, **attributes: Any) -> Library:
         setattr(library, name, value)
     monkeypatch.setattr(evaluate, "Library", lambda: library)
     monkeypatch.setattr(evaluate, "single_operations", single_operations)
+    monkeypatch.setattr(evaluate, "sensitivity", sensitivity)
     return library

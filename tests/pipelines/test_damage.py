@@ -41,8 +41,8 @@ def test_a_table_is_measured_shown_drawn_and_used(tmp_path: Path, capsys: pytest
     meta = json.loads((folder / "damage" / "artefact.json").read_text())
     chosen = meta["identity"]["settings"]
     assert chosen["scorer"]["name"] == "snapkv"
-    assert chosen["method"] == {"group": 64, "n_sink": 4, "recent": 32, "window": None}
-    assert len(chosen["configs"]) == 14 and chosen["configs"][0] == [1.0, 8, 4]
+    assert chosen["method"] == {"channels": 64, "group": 64, "n_sink": 4, "recent": 32, "window": None}
+    assert len(chosen["configs"]) == 10 and chosen["configs"][0] == [1.0, 8, 4]
     plan = json.loads((folder / "plan.json").read_text())["layers"]
     assert plan[2]["keep"] == 1.0 > plan[1]["keep"]  # layer 2 does the retrieval
 
@@ -51,7 +51,37 @@ def test_a_table_is_measured_shown_drawn_and_used(tmp_path: Path, capsys: pytest
     held = {r["method"]: r["resident_bytes"] for r in results}
     assert set(held) == {"full", "SnapKV", "ripple_2d"}
     assert held["ripple_2d"] <= held["full"] / 4
-    assert len(list((tmp_path / "calibration").glob("*/artefact.json"))) == 1  # the same artefact serves both programs
+    made = [json.loads(p.read_text())["kind"] for p in (tmp_path / "calibration").glob("*/artefact.json")]
+    assert sorted(made) == ["agreement", "damage"]  # the same table serves both programs
+
+
+@pytest.mark.req(20)
+def test_heads_are_measured_shown_and_routed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = [f"paths.store={tmp_path}", *SMALL, "budget=10%"]
+    assert calibrate.main([*store, "method=ripple_2d_head"]) == 0
+    out = capsys.readouterr().out
+    assert "its heads" in out
+    (folder,) = (tmp_path / "reports").iterdir()
+    assert "damage_map.png" in {p.name for p in folder.iterdir()}
+    meta = json.loads((folder / "damage" / "artefact.json").read_text())
+    assert meta["identity"]["settings"]["heads"] is True
+    layers = json.loads((folder / "plan.json").read_text())["layers"]
+    assert [len(x["heads"]) for x in layers] == [2] * 4
+    one, other = (x["keep"] for x in layers[2]["heads"])
+    assert other == 1.0 and one < 0.3  # one head of layer 2 does the retrieval
+    planned = float(out.split("summed damage ")[1].split(",")[0])
+    text, recall = (float(out.split("as planned: ")[1].split(f"{kind} ")[1].split()[0].strip(",")) for kind in KINDS)
+    assert text + recall == pytest.approx(planned, abs=2e-4)
+
+    assert run.main([*store, "method=full,ripple_2d_head", "-m"]) == 0
+    (result,) = (
+        r for p in (tmp_path / "cells").glob("*/result.json") if (r := json.loads(p.read_text()))["method"] != "full"
+    )
+    assert result["resident_bytes"] <= result["full_bytes"] / 10
+    assert facts("method=ripple_2d_head").calibrations[0].key != facts().calibrations[0].key
+
+
+KINDS = ("text", "recall")
 
 
 def facts(*args: str) -> evaluate.Facts:

@@ -10,11 +10,11 @@ from moend.statistics import compare, holm
 from pipelines.deltas import Scored, deltas
 
 
-def cell(method: str, scores: list[float], budget: str = "10%", full: bool = False) -> Scored:
+def cell(method: str, scores: list[float], budget: str = "10%", full: bool = False, own: str = "") -> Scored:
     records: list[dict[str, Any]] = [
         {"task": "t", "id": str(i), "draw": 0, "score": s, "answer_nll": 1 - s / 2} for i, s in enumerate(scores)
     ]
-    return Scored(("m", "niah", "visible", "", "-" if full else budget), method, full, lambda: records)
+    return Scored(("m", "niah", "visible", "", "-" if full else budget), method, full, lambda: records, own)
 
 
 BETTER, WORSE = [1.0] * 18 + [0.0] * 2, [0.0] * 15 + [1.0] * 5
@@ -59,3 +59,22 @@ def test_holm_runs_over_all():
 def test_other_examples_are_refused():
     with pytest.raises(ValueError, match="examples"):
         deltas([cell("2d", WORSE), cell("2d_hetero", BETTER[:-1])])
+
+
+def test_variants_of_a_method_are_compared_with_each_other_and_with_what_was_not_varied():
+    found = deltas([cell("SnapKV", WORSE), *(cell("RippleKV", BETTER, own=f"signal={s}") for s in ("output", "local"))])
+    assert {(d.method, d.other) for d in found} == {
+        ("SnapKV", "RippleKV (signal=output)"),
+        ("SnapKV", "RippleKV (signal=local)"),
+        ("RippleKV (signal=output)", "RippleKV (signal=local)"),
+    }
+
+
+def test_two_methods_varied_alike_are_compared_variant_by_variant():
+    found = deltas([cell(m, BETTER, own=f"table={t}") for m in ("2d", "2d_hetero") for t in ("kl", "sensitivity")])
+    assert {(d.method, d.other, d.name) for d in found} == {
+        ("2d (table=kl)", "2d (table=sensitivity)", ""),
+        ("2d_hetero (table=kl)", "2d_hetero (table=sensitivity)", ""),
+        ("2d_hetero (table=kl)", "2d (table=kl)", "evict"),
+        ("2d_hetero (table=sensitivity)", "2d (table=sensitivity)", "evict"),
+    }

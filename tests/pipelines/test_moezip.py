@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelines import run
+from pipelines import calibrate, run
 
 
 def records(store: Path) -> dict[tuple[str, str | None], list[dict[str, Any]]]:
@@ -36,6 +37,29 @@ def test_every_sample_records_what_moezip_did(tmp_path, capsys):
     assert len(kvzip["diagnostics"]["head_tokens"]) == 4
     assert kvzip["resident_bytes"] <= 0.2 * kvzip["full_bytes"]
     assert set(found["SnapKV", None][0]["diagnostics"]) == {"routing_flips"}
+    out = capsys.readouterr().out
+    assert "what methods did" in out
+    cells = {json.loads(p.read_text())["method"]: p.parent for p in tmp_path.glob("cells/*/result.json")}
+    held = json.loads((cells["KVZip"] / "result.json").read_text())["diagnostics"]["head_tokens"]
+    assert held == [[float(n) for n in heads] for heads in kvzip["diagnostics"]["head_tokens"]]  # one record
+    assert not (cells["KVZip"] / "plan.json").exists()  # its sample's scores decide
+    assert (cells["KVZip_uniform"] / "plan.json").exists()
+
+
+@pytest.mark.req(5)
+def test_a_cell_of_nothing_but_anchors_says_so(tmp_path, capsys):
+    assert start(tmp_path, "method=MoEZip", "budget=10%") == 0
+    assert re.search(r"MoEZip +10% .* anchors only ", capsys.readouterr().out)
+    (table,) = tmp_path.glob("reports/*/table.md")
+    assert "] anchors only |" in table.read_text()
+
+
+def test_calibrate_says_where_there_is_no_plan(tmp_path, capsys):
+    point = [f"paths.store={tmp_path}", "model=recall_moe", "benchmark=recall", "budget=20%", "tracking=none"]
+    assert calibrate.main([*point, "method=KVZip"]) == 0
+    assert "KVZip 20% recall question visible: each sample's scores divide its budget" in capsys.readouterr().out
+    assert calibrate.main([*point, "method=full"]) == 0
+    assert "keeps everything, there is no plan" in capsys.readouterr().out
 
 
 @pytest.mark.req(5)

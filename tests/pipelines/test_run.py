@@ -28,6 +28,7 @@ import sys
 from pipelines import evaluate, run
 from tests.pipelines import stub
 evaluate.Library, evaluate.single_operations = stub.Library, stub.single_operations
+evaluate.sensitivity = stub.sensitivity
 sys.exit(run.main())
 """
 
@@ -64,15 +65,16 @@ def test_a_sweep_is_deduplicated_shared_and_never_run_twice(runs: Runs) -> None:
 
 def test_the_plan_is_printed_and_dry_run_writes_nothing(runs: Runs) -> None:
     assert runs("+sweep=quickstart", "dry_run=true", "-m") == 0
-    assert "33 cells: 33 run (15 more points" in runs.out
-    assert "prefills: 18 planned, 180 saved by sharing" in runs.out
+    assert "39 cells: 39 run (17 more points" in runs.out
+    assert "prefills: 18 planned, 216 saved by sharing" in runs.out
     assert not runs.store.exists()
 
 
 def test_quickstart_is_what_the_design_says() -> None:
     points = sweep_points("quickstart")
     assert {p.choices["benchmark"] for p in points} == {"niah", "continuation"}
-    assert {p.choices["method"] for p in points} == {"full", "1d", "2d_uniform", "2d", "2d_hetero", "SnapKV"}
+    papers = {"full", "1d", "2d_uniform", "2d", "2d_hetero", "SnapKV"}
+    assert {p.choices["method"] for p in points} == papers | {"ripple_2d_head"}
     assert {p.config["budget"] for p in points} == {"10%", "25%"}
     assert {p.config["question_visible"] for p in points} == {True, False}
 
@@ -242,10 +244,13 @@ def test_what_was_dropped_is_said(runs: Runs) -> None:
 
 
 def test_report_rebuilds_everything_from_files(runs: Runs) -> None:
+    runs.drawn = True
     assert runs(*SWEEP) == 0
     (folder,) = (runs.store / "reports").iterdir()
     made = sorted(p.name for p in folder.iterdir())
-    assert {"table.csv", "table.md", "accuracy_memory.png"} < set(made)
+    assert {"index.html", "table.csv", "table.md", "tables.tex", "accuracy_memory.png", "accuracy_memory.pdf"} < set(
+        made
+    )
     for path in folder.iterdir():
         path.unlink()
     arguments = [f"paths.store={runs.store}", "sweep=latest"]
@@ -375,7 +380,8 @@ def test_calibrate_shows_and_writes_the_plan(runs: Runs, monkeypatch: pytest.Mon
     assert runs("method=2d_hetero", "budget=10%", main=calibrate.main) == 0
     assert "predicted: 2.0 KiB by eq. 1, 4.0 KiB resident" in runs.out
     (folder,) = (runs.store / "reports").iterdir()
-    made = ["plan.json", "routing_map.png", "sensitivity", "sensitivity.png"]  # the artefact, for use in a script
+    pictures = [f"{name}.{kind}" for name in ("routing_map", "sensitivity") for kind in ("pdf", "png")]
+    made = sorted(["plan.json", "sensitivity", *pictures])  # the artefact, for use in a script
     assert sorted(p.name for p in folder.iterdir()) == made
     assert runs("method=2d_hetero", "budget=2", main=calibrate.main) == 2
     assert "the smallest is 4t" in runs.err

@@ -160,6 +160,42 @@ def test_ragged_heads_equal_masked_full(name):
     assert cache.resident_bytes(1) == sum(sum(k + 30 for k in heads) * (2 * 16 * 4 + 4) for heads in counts)
 
 
+@pytest.mark.req(5)
+@pytest.mark.req(13)
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8)])
+def test_heads_of_their_own_length_and_storage(bits):
+    """A whole head without positions, beside one that evicts and is stored otherwise: a full cache, the rest masked."""
+    model, ids, cut = tiny(), torch.randint(3, 97, (1, 100)), 70
+    prefilled = prefill(model, ids[:, :cut])
+    few, whole = Storage(*bits, 8, 4, "per_head"), Storage(16, bits[1], 16, 4)
+    counts = [(13, cut), (cut, 40), (22, 5)]
+    specs = [
+        LayerSpec(40, few, heads=heads, storages=tuple(whole if n == cut else few for n in heads)) for heads in counts
+    ]
+    cache, visible = fork(prefilled, specs), []
+    for parts, heads, layer in zip(cache.parts(), counts, range(3), strict=True):
+        seen = torch.ones(2, 100, 100).tril().bool()
+        for h, (row, n) in enumerate(zip(parts, heads, strict=True)):
+            own = whole if n == cut else few
+            assert (row.n, row.storage, row.positions is None) == (n, own, n == cut)
+            table = torch.rand(2, 5000, generator=torch.Generator().manual_seed(layer))
+            kept = list(range(cut)) if n == cut else best(table[h], list(range(cut)), n)
+            assert row.true_positions().flatten().tolist() == kept
+            seen[h, cut:, :cut] = torch.isin(torch.arange(cut), torch.tensor(kept))
+        visible.append(seen)
+    held = fork(prefilled, specs, dtype=torch.bfloat16).resident_bytes()
+    assert held == sum(int(layer_bytes(n, whole if n == cut else few, 1, 16)) for heads in counts for n in heads)
+    ours = torch.cat([step(model, cache, part) for part in ids[:, cut:].split([1, 9, 20], dim=1)], dim=1)
+    reference = masked_reference(model, ids, visible)[:, cut:]
+    assert (ours - reference).abs().max() < (1e-4 if bits == (16, 16) else 0.05 * reference.abs().max())
+
+
+def test_a_head_that_dropped_entries_needs_positions():
+    keys, values = torch.randn(2, 2, 9, 16)
+    with pytest.raises(ValueError, match="head 1 keeps 4 of 9 entries"):
+        ragged(keys, values, [torch.arange(9), torch.arange(4)], [Storage(), Storage()], seen=9, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_sliding_window_layers(name):
     """A sliding-window layer sees only its window, before and after eviction, as the stock model does."""

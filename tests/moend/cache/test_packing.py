@@ -79,3 +79,14 @@ def test_16_bits_is_untouched():
     x = torch.randn(2, 3, 4)
     assert fake_quant_k(x, 16, 32) is x
     assert fake_quant_v(x, 16) is x
+
+
+def test_values_share_a_scale_over_as_many_channels_as_they_are_told() -> None:
+    values = torch.randn(2, 5, 64)
+    for channels, groups in ((64, 1), (32, 2), (48, 2), (7, 16)):
+        packed = quantise_v(values, 4, channels)
+        assert packed.step.shape == (2, 5, groups)
+        for g in range(groups):  # each group is what it would be alone
+            part = slice(g * 64 // groups, (g + 1) * 64 // groups)
+            alone = quantise_v(values[..., part], 4)
+            assert torch.equal(packed.dequantise()[..., part], alone.dequantise())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.cache.bank import Bank
-from moend.cache.packing import numbers, pack, quantise_k, quantise_v, unpack
+from moend.cache.packing import fields, pack, quantise_k, quantise_v, unpack
 from moend.cache.row import PROMPT_ONLY, Row, Schedule
 from moend.cache.strands import PADDING, Strands, allocation, buckets
 from moend.plan import Storage
@@ -33,6 +33,7 @@ def row(n: int, storage: Storage, schedule: Schedule = PROMPT_ONLY, heads: int =
     return Row(
         keys, values, positions, storage, seen=SEEN, dtype=torch.float32, schedule=schedule,
         choose=None if schedule is PROMPT_ONLY else newest, mass=torch.rand(heads, n) if storage.mass else None,
+        queries=torch.randn(heads, GROUP, storage.queries // GROUP, DIM) if storage.queries else None,
     )  # fmt: skip
 
 
@@ -72,11 +73,13 @@ def received(rows: tuple[Row, ...]) -> torch.Tensor:
 
 
 FORMS = st.builds(
-    lambda k, v, form, mass: Storage(k, v, *form, "per_head", mass),
+    lambda k, v, form, mass, last, channels: Storage(k, v, *form, "per_head", mass, last * GROUP, channels),
     st.sampled_from([16, 8, 4, 2]),
     st.sampled_from([16, 8, 4, 2]),
     st.sampled_from([(32, 32), (16, 40), (32, 0), (16, 5)]),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 5]),
+    st.sampled_from([64, 8]),
 )
 
 
@@ -93,6 +96,12 @@ def sequences(draw: Any) -> tuple[Row, ...]:
     return (row(n, storage, Schedule(max(n + 3, 8), max(n // 4, 1), 7, kind)),)
 
 
+def last_queries(rows: tuple[Row, ...]) -> torch.Tensor | None:
+    """(H, G, w, d) that rows hold."""
+    held = [r.queries for r in rows if r.queries is not None]
+    return torch.cat(held) if held else None
+
+
 @pytest.mark.req(5)
 @pytest.mark.req(13)
 @settings(deadline=None, max_examples=50)
@@ -101,12 +110,14 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
     """Any rows in any company, ragged heads, evictions, forks and picks on the way: naive attention over each."""
     torch.manual_seed(0)
     strands, twins, sums = Strands(held), [Strands([x]) for x in held], [received(x) for x in held]
+    asked = [last_queries(x) for x in held]
     assert strands.allocated == allocation(held)
     for q in feeds:
         if data.draw(st.booleans()):
             order = data.draw(st.lists(st.integers(0, len(twins) - 1), min_size=1, max_size=4))
             before, strands = strands, strands.pick(order)
             twins, sums = [twins[i].fork() for i in order], [sums[i].clone() for i in order]
+            asked = [asked[i] for i in order]
             new = torch.randn(2, before.sequences, HEADS, 3, DIM)
             for _ in before.feed(*new):  # what is left behind goes its own way
                 pass
@@ -127,6 +138,10 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
                 assert (a.mass is None) == (b.mass is None)
                 for x, y in zip(a.dense(torch.float32), b.dense(torch.float32), strict=True):
                     assert torch.equal(x, y)
+            if (before := asked[i]) is not None:
+                mine = query[i].view(HEADS, GROUP, q, DIM)
+                asked[i] = torch.cat([before, mine], dim=2)[:, :, -before.shape[2] :]
+                assert torch.equal(last_queries(strands.rows()[i]), asked[i])
             summed = received(strands.rows()[i])
             torch.testing.assert_close(summed, torch.where(summed > 0, sums[i], 0.0), atol=1e-4, rtol=1e-4)
         assert strands.held.tolist() == [sum(r.nbytes() for r in x) for x in strands.rows()]
@@ -217,9 +232,7 @@ def test_scales_fold_into_queries_and_probabilities(bits, dims, strands, groups,
         bank.write(0, 0, piece)
         dense = piece if isinstance(piece, torch.Tensor) else piece.dequantise()
         if per == "channel":
-            out = torch.empty(strands, q, m + 3)
-            bank.score(query, out)
-            assert (out[:, :, :m] - query @ dense.mT).abs().max() < 1e-3
+            assert (bank.score(query) - query @ dense.mT).abs().max() < 1e-3
         else:
             out = torch.zeros(strands, q, dim)
             bank.mix(probs, out)
@@ -228,10 +241,11 @@ def test_scales_fold_into_queries_and_probabilities(bits, dims, strands, groups,
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_are_the_codes(bits, dtype):
+def test_fields_are_the_codes(bits, dtype):
     codes = torch.randint(0, 2**bits, (3, 5, 64), dtype=torch.uint8)
     packed = pack(codes, bits)
-    assert torch.equal(numbers(packed, bits, dtype), unpack(packed, bits).to(dtype))
+    parts = [part / 2 ** (bits * i) for i, part in enumerate(fields(packed, bits, dtype))]
+    assert torch.equal(torch.cat(parts, dim=-1), codes.to(dtype))
     assert torch.equal(unpack(packed, bits), codes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,11 @@ def compressed(key, value, query, scaling, config, sliding):
     return out
 
 
-def run(model, ids, layer=None, config=None):
-    """Log-probabilities of the window, by one eager forward; window queries of `layer` see its compressed prefix."""
+def run(model, ids, layer=None, config=None, only=None):
+    """Log-probabilities of the window, by one eager forward; window queries of `layer` see its compressed prefix.
+
+    only: of this KV head alone.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attention(block, query, key, value, mask, scaling, sliding_window=None, **_):
@@ -79,6 +83,8 @@ def run(model, ids, layer=None, config=None):
                 key[0, :, :PREFIX], value[0, :, :PREFIX], query[0, :, :PREFIX], scaling, config, sliding_window
             )
             for head in range(query.shape[1]):
+                if only not in (None, head // group):
+                    continue
                 k, v, kept = held[head // group]
                 for i in range(PREFIX, length):
                     own = slice(PREFIX, i + 1)
@@ -130,6 +136,25 @@ def test_the_table_is_one_run_per_layer_and_configuration(name, extra):
                     assert found.per_example[k, n, layer, c].item() == pytest.approx(expected, rel=5e-3, abs=2e-6)
     assert (found.per_example[..., :2] > 0).all()
     assert (found.per_example[..., 4] == 0).all()  # nothing is compressed
+
+
+@pytest.mark.req(20)
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("llama", {}), ("qwen2", {"sliding_window": 30, "use_sliding_window": True, "max_window_layers": 1})],
+)
+def test_per_head_it_is_one_run_per_head(name, extra):
+    model, ids = tiny(name, **extra), draw(1)
+    found = measure(model, {"text": ids}, heads=True)
+    assert found.per_example.shape == (1, 1, 3, 2, 5)
+    full = run(model, ids)
+    for layer, head in itertools.product(range(3), range(2)):
+        for c, config in enumerate(CONFIGS[:4]):
+            expected = divergence(full, run(model, ids, layer, config, only=head))
+            assert found.heads[layer, head, c].item() == pytest.approx(expected, rel=5e-3, abs=2e-6)
+    torch.testing.assert_close(found.table, found.heads.sum(1))
+    torch.testing.assert_close(found.tensors()["heads"], found.heads)
+    assert measure(model, {"text": ids}).heads is None
 
 
 def test_kinds_add_up_and_survive_the_disk(tmp_path: Path):
@@ -190,5 +215,7 @@ def test_what_cannot_be_measured_is_refused():
         repeated(draw(1), WINDOW, 25)
     with pytest.raises(UserError, match="the damage of scorer kvzip is not measured: it needs reconstruction"):
         damage_table(tiny(), {"text": draw(1)}, WINDOW, CONFIGS, Base(scorer("kvzip"), 2, 4), storage)
+    with pytest.raises(UserError, match="ranks entries for all heads of a layer alike"):
+        damage_table(tiny(), {"text": draw(1)}, WINDOW, CONFIGS, Base(scorer("streaming"), 2, 4), storage, heads=True)
     with pytest.raises(UserError, match="a prefix and a window"):
         damage_table(tiny(), {"text": draw(1)}, PREFIX + WINDOW, CONFIGS, BASE, storage)

@@ -191,7 +191,30 @@ def test_summary_says_what_was_measured():
     tensors = found.tensors()
     assert torch.equal(tensors["response"], found.response[0]) and tensors["stability"].shape == (2, 4, 4)
     said = summary(tensors, noises, found.keeps)
-    assert set(said["stability"]) == {"noise 0.6, seed 0", "noise 0.3, seed 1", "even against odd examples"}
+    assert set(said["stability"]) == {
+        "noise 0.6, seed 0",
+        "noise 0.3, seed 1",
+        "even against odd examples",
+        "1 against 1 other example",
+        "2 against 2 other examples",
+    }
     assert set(said["damage"]["0.3"]) == {"output", "local", "depth", "mean"}
     expected = abs(stats.spearmanr(found.response[0].mean(0), found.damage[0].mean(0)).statistic)
     assert said["damage"]["0.3"]["output"]["value"] == pytest.approx(expected)
+
+
+def test_stability_grows_with_the_examples_where_they_share_a_signal():
+    """Responses = one profile + noise of its own per example: subsets agree the more, the larger they are."""
+    rng = np.random.default_rng(0)
+    shared = np.arange(30.0)[None]
+    response = torch.tensor(shared + rng.normal(0, 20, (32, 30)))
+    empty = {"local": response, "damage": torch.zeros(0, 32, 30), "stability": torch.zeros(0, 32, 30)}
+    found = summary({"response": response, **empty}, (Noise(0.3),), ())["stability"]
+    r = [found[f"{n} against {n} other example{'s' * (n > 1)}"] for n in (1, 2, 4, 8, 16)]
+    assert r == sorted(r)
+    assert r[0] < 0.4 and r[-1] > 0.7
+    pure = torch.tensor(rng.normal(0, 1, (32, 30)))
+    alone = summary({"response": pure, **empty}, (Noise(0.3),), ())["stability"]
+    assert abs(alone["8 against 8 other examples"]) < 0.2
+    constant = summary({"response": torch.ones(4, 30), **empty}, (Noise(0.3),), ())["stability"]
+    assert constant["2 against 2 other examples"] is None

@@ -71,7 +71,9 @@ def test_the_files_say_what_the_method_says():
         ({"damage": {"kinds": "text"}}, "calibration.damage.kinds must be a list, got 'text'"),
         ({"damage": {"keeps": [0]}}, r"calibration.damage.keeps must be shares in \(0, 1\]"),
         ({"damage": {"bits": [8, 4]}}, "calibration.damage.bits must be a list"),
-        ({"damage": {"bits": [[8, 3]]}}, "calibration.damage.bits must be pairs"),
+        ({"damage": {"bits": [[8, 3]]}}, r"calibration.damage.bits must be \[K, V\] or \[K, V, least share\]"),
+        ({"damage": {"bits": [[8, 4, 2]]}}, "calibration.damage.bits must be"),
+        ({"damage": {"bits": [[8, 4, 0.5]], "keeps": [0.1]}}, "has no share that any of"),
         ({"damage": {"text": "file"}}, "text_file must be given exactly where"),
         ({"damage": 3}, "calibration.damage must hold fields"),
     ],
@@ -103,8 +105,8 @@ def test_settings_hold_only_what_the_numbers_depend_on():
     assert damage.settings("ripple", snap)["damage"] == [0.1, 0.2]
     assert damage.settings("ripple", snap) != damage.settings("ripple", trig)
     assert shuffled.settings("ripple", snap) == a.settings("ripple", snap)
-    with pytest.raises(UserError, match="needs a method with a scorer"):
-        a.settings("sensitivity", None)
+    # A method that keeps every token has no scorer to evict with, and no use for the columns that evict.
+    assert a.settings("sensitivity", None) == random.settings("sensitivity", trig)
 
 
 def test_damage_settings_hold_only_what_the_numbers_depend_on():
@@ -114,10 +116,19 @@ def test_damage_settings_hold_only_what_the_numbers_depend_on():
     def of(**fields):
         return Calibration.from_fields({"damage": fields}).settings("damage", snap)
 
-    assert of(keeps=[1, 0.6, 0.35, 0.2, 0.1, 0.05, 0.025, 0.6], bits=[[4, 4], [8, 4]]) == a
+    assert of(keeps=[1, 0.6, 0.35, 0.2, 0.1, 0.05, 0.025, 0.6], bits=[[4, 4], [8, 4, 0.35]]) == a
     assert Calibration(eviction="random").settings("damage", snap) == a  # the method's own scorer, always
     assert of(kinds=["text"], cue=3) == of(kinds=["text"])
-    changed = [of(examples=3), of(prefix=99), of(window=4), of(every=1), of(cue=3), of(keeps=[0.5]), of(bits=[[8, 8]])]
+    changed = [
+        of(bits=[[8, 4], [4, 4]]),
+        of(examples=3),
+        of(prefix=99),
+        of(window=4),
+        of(every=1),
+        of(cue=3),
+        of(keeps=[0.5]),
+        of(bits=[[8, 8]]),
+    ]
     assert all(x != a for x in [*changed, Calibration().settings("damage", {"name": "trig"})])
     with pytest.raises(UserError, match="needs a method with a scorer"):
         Calibration().settings("damage", None)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from moend.cache import CompressedCache, attention_of, cache_argument, prefill
+from moend.cache import prefill
 from moend.methods import bind, method
 from moend.plan import Arch, Budget, layer_bytes
 from moend.scoring import scorer
+from tests.moend.scoring.decoding import masked_pass, step
 from tests.moend.scoring.views import view
 from tests.tiny import tiny
 
@@ -28,35 +27,18 @@ def test_score_is_the_mass() -> None:
         scorer("h2o")(view(23, observed={}))
 
 
-def masked_run(model: Any, ids: Tensor, visible: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Logits of a plain model and its attention (H_q, T, T) per layer; visible[l] (H, T, T) bool."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    shares: dict[int, Tensor] = {}
-
-    def naive(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
-        groups = query.shape[1] // key.shape[1]
-        seen = visible[module.layer_idx].repeat_interleave(groups, 0)[None]
-        logits = (query @ key.repeat_interleave(groups, 1).mT * scaling).masked_fill(~seen, -torch.inf)
-        shares[module.layer_idx] = logits.softmax(-1)[0]
-        return (logits.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
-
-    ALL_ATTENTION_FUNCTIONS.register("naive_h2o", naive)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("naive_h2o")
-    try:
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits, [shares[i] for i in range(len(visible))]
-    finally:
-        model.set_attn_implementation(before)
-
-
-def step(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    seen = cache.get_seq_length()
-    at = torch.arange(seen, seen + ids.shape[1])[None]
-    with torch.no_grad(), attention_of(model):
-        out: Tensor = model(input_ids=ids, position_ids=at, use_cache=True, **{cache_argument(model): cache}).logits
-    return out
+def test_average_divides_by_the_queries_that_saw_an_entry() -> None:
+    """Three tokens that share their attention evenly: 1 + 1/2 + 1/3, 1/2 + 1/3 and 1/3 over 3, 2 and 1 queries."""
+    v = view(3, batch=1, heads=1, observed={"mass": torch.tensor([[[11 / 6, 5 / 6, 1 / 3]]])})
+    torch.testing.assert_close(scorer("h2o", average=True)(v), torch.tensor([[[11 / 18, 5 / 12, 1 / 3]]]))
+    # by hand for every entry, with padding and a prompt that is not at its start
+    mass = torch.rand(2, 2, 23)
+    v = view(23, padding=3, start=7, observed={"mass": mass})
+    got = scorer("h2o", average=True)(v)
+    for b, h, i in [(0, 0, 3), (0, 1, 22), (1, 0, 0), (1, 1, 11)]:
+        seen_by = int(v.now[b]) - int(v.positions[b, i])
+        assert float(got[b, h, i]) == pytest.approx(float(mass[b, h, i]) / seen_by)
+    assert torch.equal(got[0, :, :3], torch.full((2, 3), -torch.inf))
 
 
 def heavy(mass: Tensor, held: list[int], keep: int) -> list[int]:
@@ -84,7 +66,7 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
     held = [[list(range(cut)) for _ in range(2)] for _ in range(3)]
     visible = [torch.ones(2, total, total).tril().bool() for _ in range(3)]
     start = [v[:, :cut, :cut] for v in visible]
-    shares = masked_run(model, ids[:, :cut], start)[1]
+    shares = masked_pass(model, ids[:, :cut], start).shares
     mass = [s.sum(1).unflatten(0, (2, 2)).sum(1) for s in shares]
     for t in range(cut, total):
         for layer in range(3):
@@ -94,10 +76,10 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
                 held[layer][h].append(t)
                 visible[layer][h, t] = False
                 visible[layer][h, t, held[layer][h]] = True
-        logits, shares = masked_run(model, ids[:, : t + 1], [v[:, : t + 1, : t + 1] for v in visible])
+        run = masked_pass(model, ids[:, : t + 1], [v[:, : t + 1, : t + 1] for v in visible])
         mass = [
             torch.nn.functional.pad(m, (0, 1)) + s[:, -1].unflatten(0, (2, 2)).sum(1)
-            for m, s in zip(mass, shares, strict=True)
+            for m, s in zip(mass, run.shares, strict=True)
         ]
 
     prefilled = prefill(model, ids[:, :cut], observe=("mass",), chunk=17)
@@ -114,7 +96,7 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
         assert row.n == cap
         half = bound.method.storage(cap, 16, 16)
         assert row.bytes == row.nbytes() == layer_bytes(cap, half, 2, 16) + cap * 2 * 2 * 16 * 2  # stored at 32 bit
-    assert (torch.cat(ours, 1) - logits[:, cut:]).abs().max() < 1e-4
+    assert (torch.cat(ours, 1) - run.logits[:, cut:]).abs().max() < 1e-4
 
 
 def test_what_never_evicts_holds_no_mass() -> None:

@@ -1,0 +1,34 @@
+"""AdaKV: a layer's entries go to the heads that need them (Ada-KV, arXiv 2407.11550, algorithm 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moend.errors import UserError
+
+FLOOR = 0.2  # the paper's: a fifth of the average budget is every head's
+
+
+def adaptive(scores: Tensor, keep: int, floor: float = FLOOR) -> list[int]:
+    """How many entries each head keeps, of sum H * keep: (1 - floor) * count_h + floor * keep.
+
+    scores (H, n), -inf where there is nothing to keep; keep <= n: entries per head on average. count_h is how many of
+    the layer's H * keep best scores are head h's; ties go to the lower head and position. The paper rounds each head
+    by itself, which can pass the sum; here the largest remainders are rounded up. Every head keeps at least one.
+    """
+    heads, n = scores.shape
+    if torch.isnan(scores).any():
+        raise ValueError("scores contain NaN")
+    if not 1 <= keep <= n:
+        raise ValueError(f"cannot keep {keep} of {n} entries")
+    if not 0 <= floor <= 1:
+        raise UserError(f"the adaptive allocator's floor is a share in [0, 1], got {floor}")
+    best = scores.float().flatten().argsort(descending=True, stable=True)[: heads * keep]
+    count = torch.bincount(best // n, minlength=heads).double()
+    exact = ((1 - floor) * count + floor * keep).clamp(min=1.0)
+    exact = 1.0 + (exact - 1.0) * (heads * (keep - 1) / max(float((exact - 1.0).sum()), 1e-300))
+    whole = (exact + 1e-9).floor()
+    rest = heads * keep - int(whole.sum())
+    whole[(whole - exact).argsort(stable=True)[:rest]] += 1
+    return [int(x) for x in whole]

@@ -1,0 +1,101 @@
+"""The Triton kernel against attention written out, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="triton is not installed")
+
+from moend.cache import kernel
+from moend.cache.row import Row
+from moend.cache.strands import Strands
+from moend.plan import Storage
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def row(n: int, heads: int, dim: int, storage: Storage) -> Row:
+    """A row of n random entries."""
+    keys, values = torch.randn(2, heads, n, dim, device=DEVICE)
+    return Row(keys, values, None, storage, seen=n, dtype=torch.float32)
+
+
+def naive(held: tuple[Row, ...], query: torch.Tensor, group: int) -> torch.Tensor:
+    """softmax(q K^T) V head by head: query (H_q, d) -> (H_q, d)."""
+    out, head = torch.empty_like(query), 0
+    for part in held:
+        keys, values = part.dense(torch.float32)
+        for h in range(part.heads):
+            for g in range(group):
+                i = (head + h) * group + g
+                out[i] = (keys[h] @ query[i]).softmax(0) @ values[h]
+        head += part.heads
+    return out
+
+
+STORAGES = st.builds(
+    lambda k, v, form: Storage(k, v, *form),
+    st.sampled_from([16, 8, 4, 2]),
+    st.sampled_from([16, 8, 4, 2]),
+    st.sampled_from([(32, 32), (16, 0), (24, 5), (64, 64)]),
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    held=st.lists(st.tuples(STORAGES, st.integers(1, 200), st.integers(1, 200), st.booleans()), min_size=1, max_size=3),
+    dim=st.sampled_from([16, 64, 40, 128]),
+    group=st.integers(1, 5),
+    new=st.integers(1, 3),
+    split=st.sampled_from([64, 128]),
+)
+def test_equals_attention_written_out(held, dim, group, new, split):
+    """Any bits, empty windows, one token, rows and heads of unequal length, several splits: 1e-3 of the reference."""
+    torch.manual_seed(0)
+    heads = 2
+    rows = [
+        (row(n, 1, dim, s), row(m, 1, dim, s)) if ragged else (row(n, heads, dim, s),)
+        for s, n, m, ragged in held
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "SPLIT", split)
+        strands = Strands(rows)
+        for _ in range(new):
+            query = torch.randn(len(rows), heads * group, 1, dim, device=DEVICE)
+            for _ in strands.feed(*torch.randn(2, len(rows), heads, 1, dim, device=DEVICE)):
+                flat = (query * dim**-0.5).reshape(len(rows) * heads, group, dim)
+                ours = kernel.decode(flat, strands.runs()).view(len(rows), heads * group, dim)
+                for i, parts in enumerate(strands.rows()):
+                    reference = naive(parts, query[i, :, 0] * dim**-0.5, group)
+                    assert (ours[i] - reference).abs().max() < 1e-3
+
+
+def test_one_token_is_its_own_value():
+    """Nothing but the new token: its value comes back."""
+    strands = Strands([(row(1, 2, 16, Storage()),)])
+    ((one,),) = strands.rows()
+    (only,) = [r for r in strands.runs() if r.longest]
+    out = kernel.decode(torch.randn(2, 3, 16, device=DEVICE), [only])
+    assert torch.allclose(out, one.v_tail.expand(2, 3, 16))
+
+
+@pytest.mark.parametrize("mine", ["triton", "torch"])
+def test_a_step_takes_the_kernel_where_it_may(mine, monkeypatch):
+    """Strands say which way a step goes, and both ways agree."""
+    monkeypatch.setattr(kernel, "CPU", mine == "triton")
+    torch.manual_seed(1)
+    strands = Strands([(row(90, 2, 64, Storage(8, 4, 32, 32)),), (row(40, 2, 64, Storage()),)])
+    assert (strands.path == "triton") == (mine == "triton" or DEVICE.type == "cuda")
+    query, new = torch.randn(2, 6, 1, 64, device=DEVICE), torch.randn(2, 2, 2, 1, 64, device=DEVICE)
+    twin = strands.fork()
+    ours = strands.attend(query, *new, 0.125, None)
+    for _ in twin.feed(*new):
+        for i, parts in enumerate(twin.rows()):
+            assert (ours[i, :, 0] - naive(parts, query[i, :, 0] * 0.125, 3)).abs().max() < 1e-3
