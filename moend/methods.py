@@ -304,6 +304,8 @@ class BoundMethod:
         if self.given is not None:
             return self.given
         reference = tokens + new if self.t_ref is None else self.t_ref
+        if self.method.allocator == "all":
+            reference = max(reference, tokens + new)  # no cap holds it at t_ref
         at = (reference, new, self.budget.to_bytes(self.arch, tokens))
         if at not in self._plans:
             self._plans[at] = self._solve(*at)

@@ -32,8 +32,8 @@ from typing import Any
 
 from perf.prefill import resident
 
-BASE = "DynamicCache sdpa"
-PEERS = (BASE, "DynamicCache eager", "QuantizedCache quanto 4", "QuantizedCache hqq 4", "floor")
+BASE, EAGER = "DynamicCache sdpa", "DynamicCache eager"
+PEERS = (BASE, EAGER, "QuantizedCache quanto 4", "QuantizedCache hqq 4", "floor")
 
 
 def bits(k: int, v: int) -> tuple[str, str, dict[str, Any]]:
@@ -61,6 +61,7 @@ class Bench:
 
     def __init__(self, dtype: str):
         import torch
+        from transformers.utils import logging
 
         from moend import models
         from moend.calibration.artefact import Artefact
@@ -69,6 +70,7 @@ class Bench:
         from moend.engine import attention_scaling
         from moend.scoring import scorer
 
+        logging.disable_progress_bar()
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.loaded = models.load(
@@ -197,8 +199,8 @@ def speed(bench: Bench, length: int, names: Sequence[str], rounds: int, steps: i
         else:
             try:
                 steppers[name] = bench.stepper(bench.peer(entries, name), length, "sdpa")
-            except ImportError as e:
-                skipped[name] = str(e).splitlines()[0]
+            except ImportError:
+                skipped[name] = f"{name.split()[1]}, which it works with, is not installed"
     for name in names:
         cache = bench.cell(entries, *CELLS[name])
         held[name] = cache.resident_bytes()
@@ -206,16 +208,15 @@ def speed(bench: Bench, length: int, names: Sequence[str], rounds: int, steps: i
     del entries
     taken = turns(steppers, rounds, steps)
     whole = bench.arch.full_bytes(length) * bench.dtype.itemsize // 2
+
+    def over(base: str) -> dict[str, Any]:
+        return {n: spread([b / x for b, x in zip(taken[base], mine, strict=True)]) for n, mine in taken.items()}
+
     return {
         "ms": {name: spread(values) for name, values in taken.items()},
-        "times_dynamic": {
-            name: spread([b / x for b, x in zip(taken[BASE], values, strict=True)]) for name, values in taken.items()
-        },
-        "times_own_full": {
-            name: spread([b / x for b, x in zip(taken["full"], values, strict=True)])
-            for name, values in taken.items()
-            if "full" in taken
-        },
+        "times_dynamic": over(BASE),
+        "times_eager": over(EAGER),
+        "times_own_full": over("full") if "full" in taken else {},
         "held_of_full": {name: round(n / whole, 4) for name, n in held.items()},
         "skipped": skipped,
     }

@@ -525,3 +525,12 @@ def test_ripple_2d_spares_the_layer_that_its_table_fears_for():
 
 def replace_budget(b: BoundMethod, budget: str) -> BoundMethod:
     return dataclasses.replace(b, budget=Budget.parse(budget), _plans={})
+
+
+def test_what_keeps_every_token_is_costed_at_the_samples_own_length() -> None:
+    """No cap holds a quantised cache of 90 tokens at the 64 that its cell was planned for."""
+    arch = Arch(4, 4, 2, 64, 4096)
+    bound = bind(method("KIVI"), Budget.parse(64), "matched", arch, t_ref=64)
+    assert bound.specs(60, 1)
+    with pytest.raises(Infeasible, match="KIVI cannot meet the budget 64t"):
+        bound.specs(90, 1)

@@ -1,0 +1,66 @@
+"""All measurements of perf/ one after the other: `python -m perf`, with docs/performance.md and its figures at the end.
+
+    OMP_NUM_THREADS=1 python -m perf [--only decode memory] [--out outputs/perf] [--page docs/performance.md] [--quick]
+
+Each program runs in a process of its own and its JSON goes to OUT/<name>.json; one that fails is named, its last line
+shown, and the others go on (exit code 1). `--draw` only makes the page anew from what lies there. On a quiet machine
+all of it takes about an hour and a half; --quick, for trying out, takes the shortest lengths and one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from perf.page import write
+
+PROGRAMS: dict[str, tuple[list[str], list[str]]] = {
+    "decode": (["perf.decode"], ["--lengths", "500", "1000", "--rounds", "1", "--steps", "2"]),
+    "fused": (["perf.decode", "--fused"], ["--lengths", "1000", "--rounds", "1", "--steps", "2"]),
+    "memory": (["perf.decode", "--memory", "--lengths", "8000"], ["--lengths", "1000"]),
+    "prefill": (["perf.prefill", "--time-at", "8000"], ["--time-at", "512", "--lengths", "512", "--repeats", "1"]),
+    "fused_sweep": (["perf.fused_sweep", "--examples", "2"], ["--examples", "1", "--length", "256"]),
+    "calibration": (["perf.calibration", "--model", "smollm2_135m"], ["--rounds", "1"]),
+    "solver": (["perf.solver"], ["--tables", "1"]),
+    "planning": (["perf.planning"], []),
+}
+
+
+def main() -> int:
+    """Run, collect, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
+    parser.add_argument("--out", type=Path, default=Path("outputs/perf"))
+    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for name in [] if args.draw else args.only:
+        command, quick = PROGRAMS[name]
+        begin = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", *command, *(quick if args.quick else [])],
+            capture_output=True,
+            text=True,
+        )
+        seconds = time.perf_counter() - begin
+        if done.returncode:
+            failed += 1
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            print(f"{name}: failed after {seconds:.0f} s: {last}", file=sys.stderr)
+            continue
+        json.loads(done.stdout)
+        (args.out / f"{name}.json").write_text(done.stdout)
+        print(f"{name}: {seconds:.0f} s", file=sys.stderr)
+    write(args.out, args.page)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""The page of figures: what perf's programs measured, as tables, pictures and one line per aim."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# (dtype, cell, least ratio to DynamicCache's steps at 8k)
+AIMS = (
+    ("float32", "SnapKV 10 %", 2.2),
+    ("bfloat16", "SnapKV 10 %", 5.0),
+    ("float32", "2d_hetero 1/14", 2.0),
+    ("bfloat16", "2d_hetero 1/14", 4.0),
+    ("float32", "K8/V4", 1.0),
+    ("bfloat16", "K8/V4", 1.0),
+)
+DTYPES = ("float32", "bfloat16")
+DRAWN = ("DynamicCache sdpa", "full", "K8/V4", "SnapKV 10 %", "2d_hetero 1/14", "floor")
+INK = dict(zip(DRAWN, ("#777777", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#bbbbbb"), strict=True))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return ["| " + " | ".join(r) + " |" for r in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def span(x: dict[str, float]) -> str:
+    """A median with its lowest and highest."""
+    return f"{x['median']:g} ({x['low']:g} to {x['high']:g})"
+
+
+def write(folder: Path, page: Path) -> None:
+    """docs/performance.md and its figures from the JSON files there are; what is missing is named."""
+    names = "decode", "fused", "memory", "prefill", "fused_sweep", "calibration", "solver", "planning"
+    data = {n: json.loads(f.read_text()) for n in names if (f := folder / f"{n}.json").exists()}
+    lines = [
+        "# Performance",
+        "",
+        "Made by `OMP_NUM_THREADS=1 python -m perf` (SmolLM2-135M, one CPU thread). Times are CPU milliseconds per new "
+        "token; ratios are formed within rounds in which all caches take turns: median (lowest to highest round). "
+        "`floor` is a step with two entries: what the model costs without a cache. Measured on: "
+        f"{_processor()}.",
+        "",
+    ]
+    if "decode" in data:
+        lines += _decode(data["decode"], page)
+    if "fused" in data:
+        lines += _fused(data["fused"])
+    if "memory" in data:
+        lines += _memory(data["memory"]["memory"], page)
+    if "prefill" in data:
+        lines += _prefill(data["prefill"])
+    if "fused_sweep" in data:
+        x = data["fused_sweep"]
+        lines += [
+            "## A sweep as one",
+            "",
+            f"{x['cells']} cells, {x['examples']} examples of {x['length']} tokens, {x['dtype']}: {x['ratio']['cpu']} "
+            f"times faster than cell by cell in CPU time ({x['ratio']['wall']} in wall time), "
+            f"{x['identical']} of {x['identical'] + x['different']} outputs identical; decoding alone "
+            f"{x['speed']['cpu']} times.",
+            "",
+        ]
+    for name in ("calibration", "solver", "planning"):
+        if name in data:
+            lines += [f"## {name.capitalize()}", "", "```json", json.dumps(data[name], indent=1), "```", ""]
+    if missing := [n for n in names if n not in data]:
+        lines += [f"Not measured: {', '.join(missing)}.", ""]
+    page.write_text("\n".join(lines))
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+    return found[0] if found else "unknown"
+
+
+def _decode(data: dict[str, Any], page: Path) -> list[str]:
+    lines = ["## Decoding", "", "![Milliseconds per token by length](figures/decode.png)", ""]
+    present = [d for d in DTYPES if d in data]
+    longest = max(data[present[0]], key=int)
+    rows = []
+    for dtype, cell, least in AIMS:
+        at = data.get(dtype, {}).get(longest)
+        if at and cell in at["ms"]:
+            got, most = at["times_dynamic"][cell], at["times_dynamic"]["floor"]
+            verdict = "met" if got["median"] >= least else f"missed; the floor alone allows {most['median']:g}"
+            own, eager = at["times_own_full"].get(cell), at["times_eager"][cell]
+            held = f"{at['held_of_full'][cell]:.1%}"
+            row = [dtype, cell, f">= {least:g}", span(got), span(eager), span(own) if own else "", held, verdict]
+            rows.append(row)
+    head = ["dtype", "cell", f"aim at {longest}", "times DynamicCache, sdpa", "eager", "times own full", "bytes", ""]
+    lines += table(head, rows)
+    for dtype in present:
+        lengths = sorted(data[dtype], key=int)
+        names = list(data[dtype][lengths[-1]]["ms"])
+        rows = [
+            [n, *(span(data[dtype][t]["ms"][n]) if n in data[dtype][t]["ms"] else "" for t in lengths)] for n in names
+        ]
+        lines += [f"Milliseconds per token, {dtype}, load {data['load']:.1f}, {data['rounds']} rounds:", ""]
+        lines += table(["", *lengths], rows)
+        skipped = {k: v for t in lengths for k, v in data[dtype][t]["skipped"].items()}
+        lines += [f"Left out: {k} ({v})." for k, v in skipped.items()] + [""]
+    _draw_decode(data, present, page)
+    return lines
+
+
+def _draw_decode(data: dict[str, Any], present: Sequence[str], page: Path) -> None:
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, len(present), figsize=(5 * len(present), 3.4), squeeze=False)
+    for axis, dtype in zip(axes[0], present, strict=True):
+        lengths = sorted(data[dtype], key=int)
+        for name in DRAWN:
+            points = [(int(t), data[dtype][t]["ms"][name]) for t in lengths if name in data[dtype][t]["ms"]]
+            if points:
+                xs, ys = [t for t, _ in points], [p["median"] for _, p in points]
+                bars = [[p["median"] - p["low"] for _, p in points], [p["high"] - p["median"] for _, p in points]]
+                axis.errorbar(xs, ys, yerr=bars, marker="o", markersize=3, label=name, color=INK[name], capsize=2)
+        axis.set(title=dtype, xlabel="entries", ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("CPU ms per token")
+    axes[0][-1].legend(fontsize=7)
+    _save(figure, page, "decode")
+
+
+def _fused(data: dict[str, Any]) -> list[str]:
+    lines = ["## 16 distinct cells as one batch", ""]
+    rows = []
+    for dtype in DTYPES:
+        for length, x in data.get(dtype, {}).items():
+            share = x["ms_floor_of_all"]["median"] / x["ms_all"]["median"]
+            rows.append(
+                [
+                    dtype,
+                    length,
+                    span(x["ms_one"]),
+                    span(x["ms_all"]),
+                    span(x["ratio"]),
+                    span(x["ratio_at_most"]),
+                    f"{share:.0%}",
+                ]
+            )
+    head = ["dtype", "entries", "ms, mean of one", "ms, all", "tokens per second of all over one (aim 7)"]
+    lines += table([*head, "if attention were free", "model's share of the step"], rows)
+    return lines
+
+
+def _memory(data: dict[str, Any], page: Path) -> list[str]:
+    lines = [
+        "## Memory by the system's account",
+        "",
+        "High-water mark while decoding above the process without a cache, a fresh process per point; `seen` is the "
+        "fall against DynamicCache that the system sees, of the fall that is claimed (aim: 90 %).",
+        "",
+        "![MiB by the system and claimed](figures/memory.png)",
+        "",
+    ]
+    for at, points in data.items():
+        rows = [
+            [n, *(f"{p[k] / 2**20:.1f}" for k in ("system", "claimed", "allocated")),
+             f"{p['seen_of_claimed_fall']:.1%}" if "seen_of_claimed_fall" in p else ""]
+            for n, p in points.items()
+        ]  # fmt: skip
+        lines += [f"{at}, MiB:", "", *table(["", "system", "held", "allocated", "seen"], rows)]
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, len(data), figsize=(5 * len(data), 3.4), squeeze=False)
+    for axis, (at, points) in zip(axes[0], data.items(), strict=True):
+        ys = range(len(points))
+        axis.barh(
+            [y - 0.2 for y in ys], [p["system"] / 2**20 for p in points.values()], 0.4, label="system", color="#0072b2"
+        )
+        axis.barh(
+            [y + 0.2 for y in ys], [p["claimed"] / 2**20 for p in points.values()], 0.4, label="held", color="#e69f00"
+        )
+        axis.set(title=at, xlabel="MiB", yticks=list(ys), yticklabels=list(points))
+        axis.tick_params(labelsize=7)
+        axis.invert_yaxis()
+    axes[0][-1].legend(fontsize=7)
+    _save(figure, page, "memory")
+    return lines
+
+
+def _prefill(data: dict[str, Any]) -> list[str]:
+    ratio = data["ratio_to_plain"]
+    lines = [
+        "## Prefill",
+        "",
+        f"{data['tokens']} tokens, scoring, selecting and packing included, over a plain prefill:",
+        "",
+    ]
+    lines += table(["", "ratio"], [[k, f"{v:g}"] for k, v in ratio.items()])
+    lines += ["Peak memory of a prefill above the loaded model, MiB:", ""]
+    return lines + table(["", "MiB"], [[k, f"{v:g}"] for k, v in data["peak_mib"].items()])
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(figure: Any, page: Path, name: str) -> None:
+    folder = page.parent / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(folder / f"{name}.png", dpi=120)
+    _pyplot().close(figure)
