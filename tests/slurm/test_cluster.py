@@ -273,7 +273,7 @@ def failing(scene: Scene) -> None:
     """A calibration job fails: its dependents are told as blocked, and the report still comes."""
     axes = ("method=2d_hetero,2d", "method.scorer={name: snapkv}", "method.schedule=prompt", "budget=25%", "-m")
     plan = scene.call("run", *ON, *SMALL, *axes, "dry_run=true")[1]
-    key = plan.split("calibrations to compute: sensitivity ")[1].split()[0]
+    key = plan.split("calibrations to compute: sensitivity ")[1].split()[0].strip(",;")
     obstacle = scene.store / "calibration" / key
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way of a folder\n")
