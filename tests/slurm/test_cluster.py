@@ -280,7 +280,7 @@ def failing(scene: Scene) -> None:
     scene.run(*axes)
     states = scene.ended()
     ends = {kind: sorted(states[j.id] for j in scene.jobs if j.kind == kind) for kind in ("calibrate", "run", "report")}
-    assert ends["calibrate"].count("FAILED") == 1 and set(ends["calibrate"]) <= {"COMPLETED", "FAILED"}, ends
+    assert ends["calibrate"].count("FAILED") == 1, ends
     assert set(ends["run"]) == {"CANCELLED"} and ends["report"] == ["COMPLETED"], ends
     code, out = scene.status()
     assert code == 1 and "2 blocked" in out
