@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,7 +138,8 @@ def whole(scene: Scene) -> None:
     assert len(runs) == 4 and len({j.id.partition("_")[0] for j in runs}) == 2  # an array per calibration key
     assert all("_" in j.id for j in runs)
     for job in runs:
-        assert f"--dependency=afterok:{_calibration_of(scene, job)}\n" in _script(scene, job)
+        (depends,) = re.findall(r"--dependency=afterok:([\d:_]+)\n", _script(scene, job))
+        assert set(depends.split(":")) == _calibrations_of(scene, job)
     report = next(j for j in jobs if j.kind == "report")
     scene.until(lambda: scene.states()[report.id] in ENDED, "the report")
     assert set(scene.states().values()) == {"COMPLETED"}
@@ -156,11 +158,10 @@ def _script(scene: Scene, job: Job) -> str:
     return (scene.sweep.log / f"{job.id.partition('_')[0]}_submission.sh").read_text()
 
 
-def _calibration_of(scene: Scene, job: Job) -> str:
+def _calibrations_of(scene: Scene, job: Job) -> set[str]:
     frozen = json.loads(scene.sweep.submission(job.submission).read_text())
-    cell = next(c for c in frozen["cells"] if c["key"] in job.cells)
-    (key,) = cell["payload"]["calibrations"].values()
-    return next(j.id for j in scene.jobs if j.calibration == key)
+    keys = {k for c in frozen["cells"] if c["key"] in job.cells for k in c["payload"]["calibrations"].values()}
+    return {j.id for j in scene.jobs if j.calibration in keys}
 
 
 # Workers wait after each record until a file named after their job is there: no fault comes too late, however busy the

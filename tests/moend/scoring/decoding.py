@@ -61,7 +61,9 @@ def step(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
 Choice = Callable[[Pass, int, int, list[int], int], list[int]]
 
 
-def check(model: Any, bound: BoundMethod, ids: Tensor, cut: int, feeds: list[int], choice: Choice) -> CompressedCache:
+def check(
+    model: Any, bound: BoundMethod, ids: Tensor, cut: int, feeds: list[int], choice: Choice
+) -> tuple[CompressedCache, Pass]:
     """A prompt of `cut` tokens, then the rest in pieces: entries, logits and bytes against a masked plain model.
 
     choice is the method's paper in plain Python; the model has 3 layers of 2 KV heads and a scaling of 0.25.
@@ -108,4 +110,4 @@ def check(model: Any, bound: BoundMethod, ids: Tensor, cut: int, feeds: list[int
         assert [positions[h].tolist() for h in range(2)] == held[layer]
         assert row.bytes == row.nbytes()
     assert (torch.cat(ours, 1) - run.logits[:, cut:]).abs().max() < 1e-4
-    return cache
+    return cache, run

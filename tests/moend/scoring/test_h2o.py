@@ -10,7 +10,7 @@ from moend.cache import prefill
 from moend.methods import bind, method
 from moend.plan import Arch, Budget, layer_bytes
 from moend.scoring import scorer
-from tests.moend.scoring.decoding import masked_pass, step
+from tests.moend.scoring.decoding import Pass, check
 from tests.moend.scoring.views import view
 from tests.tiny import tiny
 
@@ -62,41 +62,19 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
     entry = 2 * (16 * 4 + 4 + 4)  # both heads: K and V at 16 bit, a position, the mass
     assert cap == 21 * 2 * 16 * 4 // entry
 
-    # one token at a time: full model, everything evicted masked out
-    held = [[list(range(cut)) for _ in range(2)] for _ in range(3)]
-    visible = [torch.ones(2, total, total).tril().bool() for _ in range(3)]
-    start = [v[:, :cut, :cut] for v in visible]
-    shares = masked_pass(model, ids[:, :cut], start).shares
-    mass = [s.sum(1).unflatten(0, (2, 2)).sum(1) for s in shares]
-    for t in range(cut, total):
-        for layer in range(3):
-            for h in range(2):
-                if len(held[layer][h]) >= cap:
-                    held[layer][h] = heavy(mass[layer][h], held[layer][h], cap - 1)
-                held[layer][h].append(t)
-                visible[layer][h, t] = False
-                visible[layer][h, t, held[layer][h]] = True
-        run = masked_pass(model, ids[:, : t + 1], [v[:, : t + 1, : t + 1] for v in visible])
-        mass = [
-            torch.nn.functional.pad(m, (0, 1)) + s[:, -1].unflatten(0, (2, 2)).sum(1)
-            for m, s in zip(mass, run.shares, strict=True)
-        ]
+    def received(run: Pass, layer: int) -> Tensor:
+        return run.shares[layer].sum(1).unflatten(0, (2, 2)).sum(1)  # (H, T), by all queries so far
 
-    prefilled = prefill(model, ids[:, :cut], observe=("mass",), chunk=17)
-    cache = bound.fork(prefilled, 30, rotary=None, scaling=[0.25] * 3)
-    ours, at = [], cut
-    for n in feeds:
-        ours.append(step(model, cache, ids[:, at : at + n]))
-        at += n
+    cache, run = check(
+        model, bound, ids, cut, feeds, lambda run, layer, h, held, keep: heavy(received(run, layer)[h], held, keep)
+    )
     for layer, (row,) in enumerate(cache.rows):
-        positions = row.true_positions().expand(2, -1)
-        assert [positions[h].tolist() for h in range(2)] == held[layer]
         assert row.mass is not None
-        torch.testing.assert_close(row.mass, mass[layer].gather(1, positions.long()), atol=1e-4, rtol=1e-4)
+        mass = received(run, layer).gather(1, row.true_positions().long().expand(2, -1))
+        torch.testing.assert_close(row.mass, mass, atol=1e-4, rtol=1e-4)
         assert row.n == cap
         half = bound.method.storage(cap, 16, 16)
-        assert row.bytes == row.nbytes() == layer_bytes(cap, half, 2, 16) + cap * 2 * 2 * 16 * 2  # stored at 32 bit
-    assert (torch.cat(ours, 1) - run.logits[:, cut:]).abs().max() < 1e-4
+        assert row.bytes == layer_bytes(cap, half, 2, 16) + cap * 2 * 2 * 16 * 2  # stored at 32 bit
 
 
 def test_what_never_evicts_holds_no_mass() -> None:
