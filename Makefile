@@ -11,8 +11,10 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 quickstart: $(VENV)/.installed
 	$(PY) -m pipelines.run +sweep=quickstart
 
+# The cluster tests bring up a Slurm that wants the machine for itself
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --maxprocesses 4 -m "not slurm"
+	$(PY) -m pytest -m slurm
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

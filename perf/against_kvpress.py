@@ -422,11 +422,11 @@ def cells(args: argparse.Namespace) -> list[tuple[str, float]]:
 
 
 def sweep(ours: Ours, peer: Peer, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Part `sweep`: texts and scores of the first repeat, seconds of all."""
+    """Part `sweep`: texts and scores of the first repeat; seconds of every turn (one example on each side)."""
     bench, prompts = ours.needles(args.examples, args.length)
     path = hand_over(folder, {r.sample.id: r.ids for r in prompts})
     texts: dict[str, dict[tuple[str, float], list[str]]] = {"ours": {}, "kvpress": {}}
-    spent = [{"ours": [0.0, 0.0], "kvpress": [0.0, 0.0]} for _ in range(args.repeats)]
+    spent: list[dict[str, list[float]]] = []
     per_method: dict[str, float] = dict.fromkeys(args.methods or SWEEP, 0.0)
 
     def run_ours(rendered: Any, repeat: int, cut: int) -> None:
@@ -434,13 +434,13 @@ def sweep(ours: Ours, peer: Peer, args: argparse.Namespace, folder: Path) -> dic
         jobs = [ours.job(PAIRS[name], keep, cut) for name, keep in cells(args)]
         outcomes = ours.engine.run(rendered, jobs, question_visible=args.question == "visible")
         passed = time.perf_counter() - begin[0], time.process_time() - begin[1]
-        for i in (0, 1):
-            spent[repeat]["ours"][i] += passed[i]
+        spent[-1]["ours"] = list(passed)
         if repeat == 0:
             for cell, outcome in zip(cells(args), outcomes, strict=True):
                 texts["ours"].setdefault(cell, []).append(outcome.text)
 
     def run_peer(rendered: Any, repeat: int, cut: int) -> None:
+        spent[-1]["kvpress"] = [0.0, 0.0]
         for name, keep in cells(args):
             pair = PAIRS[name]
             answer = peer(
@@ -452,25 +452,22 @@ def sweep(ours: Ours, peer: Peer, args: argparse.Namespace, folder: Path) -> dic
                 attention=pair.attention,
                 new_tokens=NEW_TOKENS,
             )
-            spent[repeat]["kvpress"][0] += answer["wall"]
-            spent[repeat]["kvpress"][1] += answer["cpu"]
+            spent[-1]["kvpress"][0] += answer["wall"]
+            spent[-1]["kvpress"][1] += answer["cpu"]
             per_method[name] += answer["cpu"]
             if repeat == 0:
                 texts["kvpress"].setdefault((name, keep), []).append(answer["text"])
 
-    warm = dataclasses.replace(prompts[0], ids=prompts[0].ids[:256], context_tokens=128)
-    ours.engine.run(warm, [ours.job(PAIRS[SWEEP[0]], 0.5, 255)])  # imports and first allocations are nobody's
-    first = PAIRS["SnapKV"].spec(0.5)
-    peer("answer", ids=path, name=prompts[0].sample.id, cut=255, spec=first, attention="sdpa", new_tokens=1)
-    turn = 0
+    warm_up(ours, prompts[0])
+    warm_up_peer(peer, path, prompts[0].sample.id)
     for repeat in range(args.repeats):
         for rendered in prompts:
             cut = len(rendered.ids) - 1 if args.question == "visible" else rendered.context_tokens
-            for side in (run_ours, run_peer) if turn % 2 == 0 else (run_peer, run_ours):
+            spent.append({})
+            for side in (run_ours, run_peer) if len(spent) % 2 else (run_peer, run_ours):
                 side(rendered, repeat, cut)
-            turn += 1
-            now = {k: [round(x, 1) for x in v] for k, v in spent[repeat].items()}
-            print(f"repeat {repeat} example {turn} {now}", file=sys.stderr)
+            now = {k: [round(x, 1) for x in v] for k, v in spent[-1].items()}
+            print(f"turn {len(spent)} {now}", file=sys.stderr)
     samples = [r.sample for r in prompts]
     rows = [scored(bench, samples, cell, texts["ours"][cell], texts["kvpress"][cell]) for cell in cells(args)]
     return {
@@ -488,10 +485,25 @@ def sweep(ours: Ours, peer: Peer, args: argparse.Namespace, folder: Path) -> dic
     }
 
 
+def warm_up(ours: Ours, rendered: Any) -> None:
+    """A short prompt through our side: imports, compiled code and first allocations are nobody's time or memory."""
+    short = dataclasses.replace(rendered, ids=rendered.ids[:256], context_tokens=128)
+    ours.engine.run(short, [ours.job(PAIRS[SWEEP[0]], 0.5, 255)])
+
+
+def warm_up_peer(peer: Peer, path: str, name: str) -> None:
+    """The same for kvpress."""
+    peer("answer", ids=path, name=name, cut=255, spec=PAIRS["SnapKV"].spec(0.5), attention="sdpa", new_tokens=1)
+
+
 def ratios(spent: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
-    """kvpress' seconds over ours, repeat by repeat, and the median: {"wall": ..., "cpu": ...}."""
-    made = {kind: [round(r["kvpress"][i] / r["ours"][i], 2) for r in spent] for i, kind in enumerate(("wall", "cpu"))}
-    return {"ratios": made, "ratio": {kind: round(statistics.median(x), 2) for kind, x in made.items()}}
+    """kvpress' seconds over ours: of all turns together, and turn by turn with the median."""
+    kinds = list(enumerate(("wall", "cpu")))
+    made = {kind: [round(r["kvpress"][i] / r["ours"][i], 2) for r in spent] for i, kind in kinds}
+    total = {
+        kind: round(sum(r["kvpress"][i] for r in spent) / sum(r["ours"][i] for r in spent), 2) for i, kind in kinds
+    }
+    return {"ratios": made, "ratio": {kind: round(statistics.median(x), 2) for kind, x in made.items()}, "total": total}
 
 
 def scored(
@@ -568,12 +580,15 @@ def ours_in_a_process(args: argparse.Namespace) -> int:
 
 def measure(settings: Mapping[str, Any]) -> dict[str, int]:
     """In that process: how far one example of the sweep raises this process above what it held."""
+    from perf.decode import release
     from perf.prefill import peak_of
 
     args = argparse.Namespace(**settings)
     ours = make_ours(args)
     _, (rendered,) = ours.needles(1, args.length)
     jobs = [ours.job(PAIRS[name], keep, len(rendered.ids) - 1) for name, keep in cells(args)]
+    warm_up(ours, rendered)
+    release()
     return {"peak": peak_of(lambda: ours.engine.run(rendered, jobs))}
 
 
@@ -584,6 +599,7 @@ def peer_memory(python: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Peer(python, args.threads) as peer:
         path = hand_over(Path(folder), {"one": rendered.ids})
         peer("load", model=ours.folder(), dtype=args.peer_dtype, threads=args.threads)
+        warm_up_peer(peer, path, "one")
         before, peaks = peer("rss")["rss"], dict.fromkeys(args.methods, 0)
         for name, keep in cells(args):
             pair = PAIRS[name]
@@ -732,7 +748,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--examples", type=int, default=20, help="needle prompts of the sweep")
     made.add_argument("--kept-examples", type=int, default=2)
     made.add_argument("--text-examples", type=int, default=4, help="texts of part quantised")
-    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--repeats", type=int, default=1, help="turns of each example")
     made.add_argument("--length", type=int, default=2048)
     made.add_argument("--text-length", type=int, default=1024, help="quantised tokens, a multiple of 64")
     made.add_argument("--keeps", type=float, nargs="+", default=[0.1, 0.25, 0.5], help="shares of the entries")

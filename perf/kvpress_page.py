@@ -59,14 +59,16 @@ entries by the same rules (above). Exact match with 95 % Wilson intervals; diffe
 SECONDS = """## Seconds
 
 The same sweep{many} in turn on {threads}, {new} new tokens. kvpress runs a cell as its pipeline does, with a prefill
-for each; ours runs the cells of an example together. Seconds are of all examples and include prefill, scoring,
-compression and decoding; loading is left out.
+for each; ours runs the cells of an example together. A turn is all cells of one example, once on each side, and who is
+first changes with every turn. Seconds are of all turns and include prefill, scoring, compression and decoding; loading
+is left out.
 """
 
 MEMORY = """## Memory
 
-How far one example of the sweep raises a fresh process above its loaded model (resident set, highest point). kvpress:
-the highest of its cells, one after the other. Ours: all cells together{bound}. Arithmetic: {arithmetic}.
+How far one example of the sweep raises a fresh process above its loaded model and libraries (resident set, highest
+point; after a short prompt, and with free memory given back to the system first). kvpress: the highest of its cells,
+one after the other. Ours: all cells together{bound}. Arithmetic: {arithmetic}.
 """
 
 QUANTISED = """## Quantised caches
@@ -182,15 +184,16 @@ def _seconds(parts: Sequence[Mapping[str, Any]], threads: str) -> list[str]:
     out = [SECONDS.format(many=many, new=parts[0]["new_tokens"], threads=threads)]
     rows, notes = [], []
     for part in parts:
-        name = f"{len(part['rows'])} cells x {part['examples']}, {part['question']}, {arithmetic(part)}"
-        for i, seconds in enumerate(part["seconds"]):
-            spent = [f"{seconds[side][kind]:,.1f}" for kind in (0, 1) for side in ("ours", "kvpress")]
-            rows.append([name, str(i + 1), *spent, *(f"{part['ratios'][kind][i]:.1f}" for kind in ("wall", "cpu"))])
-        rows.append([name, "median", *[""] * 4, *(f"**{part['ratio'][kind]:.1f}**" for kind in ("wall", "cpu"))])
+        name = f"{len(part['rows'])} cells, {part['question']}, {arithmetic(part)}"
+        for i, kind in enumerate(("wall", "cpu")):
+            spent = [f"{sum(s[side][i] for s in part['seconds']):,.0f}" for side in ("ours", "kvpress")]
+            turns = part["ratios"][kind]
+            spread = f"{part['ratio'][kind]:.1f} ({min(turns):.1f} to {max(turns):.1f})"
+            rows.append([name, kind, str(len(turns)), *spent, f"**{part['total'][kind]:.1f}**", spread])
         each = part["examples"] * part["repeats"] * len({row["keep"] for row in part["rows"]})
         cost = ", ".join(f"{method} {seconds / each:.1f}" for method, seconds in part["cpu_by_method"].items())
         notes.append(f"CPU seconds of kvpress for one cell and example ({arithmetic(part)}): {cost}.\n")
-    head = ["sweep", "repeat", "ours, wall", "kvpress, wall", "ours, CPU", "kvpress, CPU", "ratio, wall", "ratio, CPU"]
+    head = ["sweep", "clock", "turns", "ours, s", "kvpress, s", "ratio of all", "of a turn: median (least to most)"]
     return [*out, table(head, rows), *notes]
 
 

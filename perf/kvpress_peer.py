@@ -9,6 +9,8 @@ What is asked of kvpress goes through its own pipeline object; nothing of it is 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -41,6 +43,12 @@ def resident(field: str) -> int:
     """Bytes of this process: VmRSS now, VmHWM at the highest since the last reset."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+def release() -> None:
+    """Give what is free back to the system, so that its account shows what is held (glibc)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class Peer:
@@ -85,6 +93,7 @@ class Peer:
         prompt = self._ids(ids, name)
         self.model.set_attn_implementation(attention)
         given = {"context_ids": prompt[:, :cut], "questions_ids": [prompt[:, cut:]]}
+        release()
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")
         wall, cpu = time.perf_counter(), time.process_time()
@@ -93,7 +102,8 @@ class Peer:
         return {"text": text, "wall": wall, "cpu": cpu, "rss": before, "peak": resident("VmHWM")}
 
     def rss(self) -> dict[str, int]:
-        """Bytes resident now."""
+        """Bytes resident now, of what is in use."""
+        release()
         return {"rss": resident("VmRSS")}
 
     def kept(self, ids: str, name: str, cut: int, spec: dict[str, Any], attention: str, out: str) -> dict[str, Any]:

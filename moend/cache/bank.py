@@ -1,23 +1,23 @@
 """One side (K or V) of the older entries of several strands, stored alike and padded to one number of slots.
 
-Attention reads it as it is. With codes c, steps s and zero points z, K per channel and group gives
-q . k = (q s) . c + q . z, and V per token gives sum_t p v = sum_t (p s) c + sum_t p z: scales fold into the query and
-into the probabilities, the product runs over the codes, and only one block of them is a number at a time.
+Attention reads it as it is. On a CPU, for a few queries at a time, compiled code multiplies the packed codes
+(`moend.cache.compiled`); otherwise one block of strands at a time is turned into numbers, used and dropped.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moend.cache.packing import Packed, fields
+from moend.cache import compiled
+from moend.cache.packing import Packed
 
 BLOCK = 2**20  # codes that are turned into numbers at a time
-FOLD = 32  # with more queries per group than this, dequantising once is cheaper than scaling every query
 
 
 class Bank:
@@ -47,6 +47,7 @@ class Bank:
         first = strands[0]
         straight = strands == list(range(first, first + len(strands)))
         self.at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
+        self._names, self._arrays = np.array(strands), compiled.Arrays()
 
     @property
     def slots(self) -> int:
@@ -110,98 +111,56 @@ class Bank:
 
     # Attention
 
-    def score(self, query: Tensor) -> Tensor:
-        """q . k of query (s, q, d) of its own strands: (s, q, used), in float32 where `wide`."""
-        if self.bits == 16 and self.x.dtype == query.dtype:
-            return torch.bmm(query, self.x[:, : self.used].mT)
-        if self.wide and query.shape[1] <= FOLD:
-            query = query.float()
-        parts = [self._score(query[rows], rows) for rows in self._blocks()]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    @property
-    def wide(self) -> bool:
-        """Whether codes become float32 whatever the model computes in: on a CPU that takes less time than bfloat16."""
-        return self.bits < 16 and self.x.device.type == "cpu"
-
-    def _blocks(self) -> list[slice]:
-        """Strands whose codes become numbers together."""
-        size = max(BLOCK // (self.used * self.dim), 1)
-        return [slice(i, i + size) for i in range(0, len(self.strands), size)]
-
-    def _score(self, query: Tensor, rows: slice) -> Tensor:
-        s, q, dim = query.shape
-        dtype, x = query.dtype, self.x[rows, : self.used]
-        if self.bits == 16:
-            return torch.bmm(query, x.to(dtype).mT)
-        groups, width = self.used // self.group, x.shape[2]
-        step, zero = self.step[rows, :groups].to(dtype), self.zero[rows, :groups].to(dtype)  # (s, groups, d)
-        if q > FOLD:
-            codes = torch.cat([*fields(x, self.bits, dtype)], dim=-1).mul_(self._unit(dtype)).view(-1, self.group, dim)
-            keys = torch.addcmul(zero.view(-1, 1, dim), codes, step.view(-1, 1, dim))
-            return torch.bmm(query, keys.view(s, -1, dim).mT)
-        scaled = ((query * self._unit(dtype))[:, None] * step[:, :, None]).view(-1, q, dim)
-        out = None
-        for i, codes in enumerate(fields(x, self.bits, dtype)):  # channels of one bit field after the other
-            part, turned = scaled[:, :, i * width : (i + 1) * width], codes.view(-1, self.group, width).mT
-            out = torch.bmm(part, turned) if out is None else out.baddbmm_(part, turned)
-        assert out is not None
-        logits = query.new_empty(s, q, groups, self.group)
-        base = torch.bmm(query, zero.mT)
-        torch.add(out.view(s, groups, q, self.group).transpose(1, 2), base[..., None], out=logits)
-        return logits.view(s, q, -1)
-
-    def _unit(self, dtype: torch.dtype) -> Tensor:
-        """What a field's numbers are to be multiplied by (d,)."""
-        return unit(self.dim, self.bits, dtype, self.x.device)
-
-    def mix_into(self, probs: Tensor, out: Tensor) -> None:
-        """`mix` from probs (S, q, >= used) of all strands into their out (S, q, d)."""
-        if isinstance(self.at, slice):
-            self.mix(probs[self.at, :, : self.used], out[self.at])
-        else:
-            part = out.new_zeros(len(self.strands), *out.shape[1:])
-            self.mix(probs[self.at, :, : self.used], part)
-            out.index_add_(0, self.at, part)
+    def score(self, query: Tensor, logits: Tensor) -> None:
+        """q . k of query (S, R, d), all strands there are, into its strands' rows of logits (S, R, >= used)."""
+        if self._compiled(query):
+            self._call("score", query, query.shape[1], logits)
+            return
+        mine = query[self.at]
+        parts = [torch.bmm(mine[rows], self._numbers(rows, query.dtype).mT) for rows in self._blocks(query.dtype)]
+        logits[self.at, :, : self.used] = torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def mix(self, probs: Tensor, out: Tensor) -> None:
-        """Add the values weighted by probs (s, q, used) to out (s, q, d), contiguous, of its own strands."""
-        if self.bits == 16 and self.x.dtype == out.dtype:
-            out.baddbmm_(probs.to(out.dtype), self.x[:, : self.used])
+        """Add the values weighted by probs (S, R, >= used) to its strands' rows of out (S, R, d)."""
+        if self._compiled(out):
+            self._call("mix", probs, out.shape[1], out)
             return
-        probs = probs.float() if self.wide and probs.shape[1] <= FOLD else probs.to(out.dtype)
-        for rows in self._blocks():
-            self._mix(probs[rows], out[rows], rows)
-
-    def _mix(self, probs: Tensor, out: Tensor, rows: slice) -> None:
-        dtype, x = probs.dtype, self.x[rows, : self.used]
-        if self.bits == 16:
-            out.baddbmm_(probs, x.to(dtype))
-            return
-        step, zero = self.step[rows, : self.used].to(dtype).mT, self.zero[rows, : self.used].to(dtype).mT
-        groups, width = step.shape[1], x.shape[2]  # step, zero (s, d / group, used)
-        folded = [probs * step[:, g : g + 1] for g in range(groups)]
-        parts = []
-        for i, codes in enumerate(fields(x, self.bits, dtype)):
-            begin, end = i * width, (i + 1) * width
-            while begin < end:  # channels of one bit field and one group
-                g = begin // self.group
-                stop = min(end, (g + 1) * self.group)
-                parts.append(torch.bmm(folded[g], codes[..., begin - i * width : stop - i * width]))
-                begin = stop
-        if groups == 1:
-            base = (probs * zero).sum(-1, keepdim=True)
+        mine = probs[self.at, :, : self.used].to(out.dtype)
+        if isinstance(self.at, slice):
+            for rows in self._blocks(out.dtype):
+                out[self.at][rows].baddbmm_(mine[rows], self._numbers(rows, out.dtype))
         else:
-            base = torch.bmm(probs, zero.mT).repeat_interleave(self.group, dim=-1)
-        mixed = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        out += base.addcmul(mixed, self._unit(dtype))
+            parts = [torch.bmm(mine[rows], self._numbers(rows, out.dtype)) for rows in self._blocks(out.dtype)]
+            out.index_add_(0, self.at, torch.cat(parts))
 
+    def _compiled(self, x: Tensor) -> bool:
+        return x.dtype == torch.float32 and compiled.usable(x.device, x.shape[1])
 
-@functools.cache
-def unit(dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """2^-(bits i) for the channels of the i-th bit field (d,)."""
-    exponent = torch.arange(8 // bits, device=device).repeat_interleave(dim * bits // 8) * -bits
-    return torch.exp2(exponent.float()).to(dtype)
+    def _call(self, verb: str, x: Tensor, rows: int, out: Tensor) -> None:
+        entries, kind = self._arrays("x", self.x)
+        if self.bits == 16:
+            args: tuple[Any, ...] = entries, kind, 0, self.used, 0
+        else:
+            step, zero = self._arrays("step", self.step)[0], self._arrays("zero", self.zero)[0]
+            args = entries, step, zero, self.bits, self.group, self.used
+        products = len(self.strands) * self.used * self.dim * rows
+        name = f"{verb}_{'floats' if self.bits == 16 else 'codes'}"
+        compiled.call(name, x, *args, at=self._names, products=products, out=out)
+
+    def _blocks(self, dtype: torch.dtype) -> list[slice]:
+        """Strands whose codes become numbers together: all where nothing has to."""
+        n = len(self.strands)
+        same = self.bits == 16 and self.x.dtype == dtype
+        size = n if same else max(BLOCK // (self.used * self.dim), 1)
+        return [slice(i, i + size) for i in range(0, n, size)]
+
+    def _numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """The used entries of some strands (s, used, d)."""
+        if self.bits == 16:
+            return self.x[rows, : self.used].to(dtype)
+        scales = self.used // self.group if self.per == "channel" else self.used
+        codes, step, zero = self.x[rows, : self.used], self.step[rows, :scales], self.zero[rows, :scales]
+        return Packed(codes, step, zero, self.bits, self.group, self.per).dequantise(dtype)
 
 
 def _bytes(like: Tensor, strands: int, slots: int, dim: int, bits: int) -> Tensor:

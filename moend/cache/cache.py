@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from moend.cache.attention import NAME, attention_mass
+from moend.cache.attention import NAME
 from moend.cache.row import Row
 from moend.cache.strands import Ints, Strands, allocation
 from moend.errors import UserError
@@ -56,13 +56,14 @@ class CaptureLayer(CacheLayerMixin):
             return marked, self.values
         return self.keys, self.values
 
-    def observe(self, query: Tensor, key: Tensor, padding: Tensor | None, scaling: float, window: int | None) -> None:
-        """Take in a chunk's queries (B, H_q, q, d), after all keys so far (B, H, T, d); see `attention`."""
-        if "mass" in self.wanted:
-            mass = attention_mass(query, key, padding, scaling, window)
-            if "mass" in self.observed:
-                mass[..., : -query.shape[2]] += self.observed["mass"]
-            self.observed["mass"] = mass
+    def add_mass(self, mass: Tensor) -> None:
+        """What all entries so far (B, H, T) received from a chunk's queries."""
+        if (before := self.observed.get("mass")) is not None:
+            mass[..., : before.shape[2]] += before
+        self.observed["mass"] = mass
+
+    def keep_last(self, query: Tensor) -> None:
+        """The last of a chunk's queries (B, H_q, q, d)."""
         if w := self.last_queries:
             new = query[:, :, -w:]
             if self.queries is not None and new.shape[2] < w:

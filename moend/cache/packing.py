@@ -7,7 +7,6 @@ up, so that every element lies inside the code range and its error is at most ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,17 +43,6 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
-
-
-def fields(packed: Tensor, bits: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Codes of bytes (..., w) as numbers in `dtype`, one bit field of w channels after the other.
-
-    The i-th field comes times 2^(bits i), as it stands in its byte: whoever multiplies divides by that in a factor of
-    the product. Every value is exact, in bfloat16 too. The parts stay apart because writing them side by side costs
-    more than the rest.
-    """
-    for i in range(8 // bits):
-        yield (packed & ((2**bits - 1) << (bits * i)) if bits < 8 else packed).to(dtype)
 
 
 @dataclass(frozen=True)

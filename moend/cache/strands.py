@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moend.cache import kernel
+from moend.cache import compiled, kernel
 from moend.cache.bank import Bank
 from moend.cache.packing import Packed, quantise_k, quantise_v
 from moend.cache.row import Chooser, Row, Schedule, gather
@@ -203,6 +203,7 @@ class Strands:
         self.hidden[:, self.slots + self.cursor :] = False
         self.mass = torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
         self.queries: Tensor | None = None  # (S, G, w, d): the last w queries, right-aligned, where any part asks
+        self._all, self._arrays = np.arange(total), compiled.Arrays()
         for part, row in zip(self.parts, flat, strict=True):
             self._lay(part, row)
             if row.queries is not None:
@@ -387,6 +388,7 @@ class Strands:
         twin = copy.copy(self)
         order = list(sequences)
         twin.sequences, twin.parts = len(order), []
+        twin._all, twin._arrays = np.arange(len(order) * self.heads), compiled.Arrays()
         for name in ("base", "one", "_area"):
             setattr(twin, name, getattr(self, name)[order])
         twin._spans = [(begin, base[order], one[order]) for begin, base, one in self._spans]
@@ -603,9 +605,10 @@ class Strands:
 
     @property
     def path(self) -> str:
-        """What computes a step of one token: "triton" on GPUs that have it, "torch" otherwise."""
-        plain = self.mass is None and not self._reindexed
-        return "triton" if plain and kernel.usable(self.k_tail.device) else "torch"
+        """What computes a step of one token: "triton" on GPUs that have it, "compiled" on a CPU, "torch" otherwise."""
+        if self.mass is None and not self._reindexed and kernel.usable(self.k_tail.device):
+            return "triton"
+        return "compiled" if compiled.usable(self.k_tail.device, 1) else "torch"
 
     def runs(self) -> list[kernel.Run]:
         """What is held as the kernel reads it: strands that share both banks together, then the tail of all."""
@@ -637,36 +640,26 @@ class Strands:
         strands, group, p, dim = query.shape
         if p == 1 and window is None and self.path == "triton":
             return kernel.decode(query[:, :, 0], self.runs())[:, :, None]
-        used, begin, end = self._used, self._begin, self.cursor
-        n = used + end - begin
+        used, n = self._used, self._used + self.cursor - self._begin
         size, out = max(LOGITS // (strands * group * n), 1), []
         for start in range(0, p, size):
             part = query[:, :, start : start + size]
             q = part.shape[2]
             flat = part.reshape(strands, group * q, dim)
-            logits = self._logits(flat)
+            fast = compiled.usable(flat.device, group * q)
+            if fast:
+                flat = flat.float()
+            logits = self._logits(flat, fast)
             for row in self._reindexed:
                 self._bring_near(row, flat, logits)
-            if self._old_hidden:
-                logits[:, :, :used].masked_fill_(self.hidden[:, None, :used], -torch.inf)
-            if self._new_hidden:
-                hidden = self.hidden[:, None, self.slots + begin : self.slots + end]
-                logits[:, :, used:].masked_fill_(hidden, -torch.inf)
             if p > 1 or window is not None:
                 self._hide(logits.view(strands, group, q, n), start, p, window)
-            if self.mass is None:
-                probs = torch.softmax(logits, dim=-1)  # in float32 inside, rounded once
-            else:
-                shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
-                received = shares.sum(1)
+            probs = self._softmax(logits, fast)
+            if self.mass is not None:
+                received = probs.sum(1)
                 self.mass[:, :used] += received[:, :used]
-                self.mass[:, self.slots + begin : self.slots + end] += received[:, used:]
-                probs = shares.to(logits.dtype)
-            mixed = torch.bmm(probs[:, :, used:].to(flat.dtype), self.v_tail[:, begin:end].to(flat.dtype))
-            for bank in self.v_banks:
-                if bank.used:
-                    bank.mix_into(probs, mixed)
-            out.append(mixed.view(strands, group, q, dim))
+                self.mass[:, self.slots + self._begin : self.slots + self.cursor] += received[:, used:]
+            out.append(self._mixed(probs, flat, fast).view(strands, group, q, dim).to(query.dtype))
         return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
     def _bring_near(self, part: Part, query: Tensor, logits: Tensor) -> None:
@@ -682,23 +675,52 @@ class Strands:
         nearer = back(query[part.strands], part.seen - part.n, reindex.rotary).to(query.dtype)
         logits[part.strands, :, :sinks] = torch.bmm(nearer, keys.mT)
 
-    def _logits(self, flat: Tensor) -> Tensor:
-        """Scaled queries (S, Gq, d) times all keys: (S, Gq, used slots + columns); unused slots are arbitrary.
-
-        In float32 where a bank's are.
-        """
-        newest = torch.bmm(flat, self.k_tail[:, self._begin : self.cursor].to(flat.dtype).mT)
-        if not self._used:
-            return newest
-        if len(self.k_banks) == 1:
-            return torch.cat([self.k_banks[0].score(flat), newest], dim=-1)
-        parts = [(bank, bank.score(flat[bank.at])) for bank in self.k_banks if bank.used]
-        wide = torch.float32 if any(part.dtype == torch.float32 for _, part in parts) else flat.dtype
-        logits = flat.new_empty(*flat.shape[:2], self._used + newest.shape[2], dtype=wide)
-        logits[:, :, self._used :] = newest
-        for bank, part in parts:
-            logits[bank.at, :, : bank.used] = part
+    def _logits(self, flat: Tensor, fast: bool) -> Tensor:
+        """Scaled queries (S, R, d) times all keys: (S, R, used slots + columns); unused slots are arbitrary."""
+        logits = flat.new_empty(*flat.shape[:2], self._used + self.cursor - self._begin)
+        if fast:
+            self._tail("score", flat, flat.shape[1], logits)
+        else:
+            keys = self.k_tail[:, self._begin : self.cursor].to(flat.dtype)
+            logits[:, :, self._used :] = torch.bmm(flat, keys.mT)
+        for bank in self.k_banks:
+            if bank.used:
+                bank.score(flat, logits)
         return logits
+
+    def _softmax(self, logits: Tensor, fast: bool) -> Tensor:
+        """softmax(logits) without what is hidden, in float32 where its sums are wanted."""
+        used, first = self._used, self.slots + self._begin
+        if fast:
+            compiled.softmax(logits, self._arrays("hidden", self.hidden)[0], used, first - used)
+            return logits
+        if self._old_hidden:
+            logits[:, :, :used].masked_fill_(self.hidden[:, None, :used], -torch.inf)
+        if self._new_hidden:
+            hidden = self.hidden[:, None, first : self.slots + self.cursor]
+            logits[:, :, used:].masked_fill_(hidden, -torch.inf)
+        return torch.softmax(logits, dim=-1, dtype=None if self.mass is None else torch.float32)
+
+    def _mixed(self, probs: Tensor, flat: Tensor, fast: bool) -> Tensor:
+        """All values weighted by probs (S, R, n): (S, R, d)."""
+        if fast:
+            mixed = torch.zeros_like(flat)
+            self._tail("mix", probs, flat.shape[1], mixed)
+        else:
+            values = self.v_tail[:, self._begin : self.cursor].to(flat.dtype)
+            mixed = torch.bmm(probs[:, :, self._used :].to(flat.dtype), values)
+        for bank in self.v_banks:
+            if bank.used:
+                bank.mix(probs, mixed)
+        return mixed
+
+    def _tail(self, verb: str, x: Tensor, rows: int, out: Tensor) -> None:
+        """The tail's part of the logits, or of what comes out."""
+        begin, end = self._begin, self.cursor
+        side, tail = ("k", self.k_tail) if verb == "score" else ("v", self.v_tail)
+        products = len(tail) * (end - begin) * self.dim * rows
+        args = *self._arrays(side, tail), begin, end, self._used
+        compiled.call(f"{verb}_floats", x, *args, at=self._all, products=products, out=out)
 
     def _hide(self, logits: Tensor, start: int, p: int, window: int | None) -> None:
         """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, and what left `window`."""

@@ -24,7 +24,7 @@ from moend.cache import (
     ragged,
     select,
 )
-from moend.cache.attention import attention_mass, causal
+from moend.cache.attention import _fused, attention_mass, causal, causal_and_mass
 from moend.cache.strands import Strands
 from moend.errors import UserError
 from moend.plan import Storage, layer_bytes
@@ -245,13 +245,15 @@ def test_wrong_attention_function_is_refused():
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
-def test_causal_against_dense(padded, window):
+@pytest.mark.parametrize("way", ["64 queries", "16 queries", "fused"])
+def test_causal_against_dense(padded, window, way, monkeypatch):
+    monkeypatch.setattr("moend.cache.attention.BLOCK", 1 if way.startswith("16") else 2**21)
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 600, 16), torch.randn(2, 2, 700, 16), torch.randn(2, 2, 700, 16)
     padding = torch.ones(2, 700).bool()
     if padded:
         padding[0, :90] = False
-    ours = causal(q, k, v, padding, 0.25, window)
+    ours = (_fused if way == "fused" else causal)(q, k, v, padding, 0.25, window)
     at, me = torch.arange(700), torch.arange(100, 700)[:, None]
     seen = (at <= me) & (me - at < (window or 10**6))
     mask = seen & padding[:, None, None, :] | (at == me)
@@ -284,9 +286,9 @@ def dense_mass(q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor, scaling: f
 @pytest.mark.req(20)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("block", [1, 2**22])
+@pytest.mark.parametrize("block", [1, 2**21])
 def test_attention_mass_against_dense(monkeypatch, padded, window, block):
-    monkeypatch.setattr("moend.cache.attention.MASS_BLOCK", block)
+    monkeypatch.setattr("moend.cache.attention.BLOCK", block)
     torch.manual_seed(0)
     q, k = 3 * torch.randn(2, 6, 150, 16), torch.randn(2, 2, 150, 16)
     valid = torch.ones(2, 150).bool()
@@ -297,6 +299,10 @@ def test_attention_mass_against_dense(monkeypatch, padded, window, block):
     assert ours.shape == (2, 2, 150)
     torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
     assert whole[1].sum().item() == pytest.approx(6 * 150, rel=1e-4)
+    v = torch.randn(2, 2, 150, 16)
+    out, mass = causal_and_mass(q, k, v, valid if padded else None, 0.25, window)
+    assert torch.equal(mass, ours)
+    assert torch.equal(out, causal(q, k, v, valid if padded else None, 0.25, window))
     late = attention_mass(q[:, :, 130:], k, valid if padded else None, 0.25, window)
     early = dense_mass(q[:, :, :130], k[:, :, :130], valid[:, :130], 0.25, window or 10**6)
     late[..., :130] += early

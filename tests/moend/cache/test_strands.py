@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.cache.bank import Bank
-from moend.cache.packing import fields, pack, quantise_k, quantise_v, unpack
 from moend.cache.row import PROMPT_ONLY, Row, Schedule
 from moend.cache.strands import PADDING, Strands, allocation, buckets
 from moend.plan import Storage
@@ -211,42 +209,6 @@ def test_buckets_hold_all_and_pad_little(sizes, limit):
     for b in made:
         longest = max(sizes[i] for i in b)
         assert all(longest - sizes[i] <= max(sizes[i], limit) for i in b)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.sampled_from([16, 8, 4, 2]),
-    st.sampled_from([(16, 16), (64, 64), (128, 64), (96, 48), (80, 40)]),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.sampled_from([1, 5, 40]),
-)
-def test_scales_fold_into_queries_and_probabilities(bits, dims, strands, groups, q):
-    """q . k and sum p v over codes with folded scales equal those over dequantised entries, one or many queries."""
-    dim, v_group = dims
-    m = groups * 32
-    x, query, probs = torch.randn(strands, m, dim), torch.randn(strands, q, dim), torch.rand(strands, q, m)
-    for per, group in (("channel", 32), ("token", v_group)):
-        bank = Bank(range(strands), m, bits, group, per, torch.zeros(0), dim)
-        piece = x if bits == 16 else quantise_k(x, bits, 32) if per == "channel" else quantise_v(x, bits)
-        bank.write(0, 0, piece)
-        dense = piece if isinstance(piece, torch.Tensor) else piece.dequantise()
-        if per == "channel":
-            assert (bank.score(query) - query @ dense.mT).abs().max() < 1e-3
-        else:
-            out = torch.zeros(strands, q, dim)
-            bank.mix(probs, out)
-            assert (out - probs @ dense).abs().max() < 1e-3
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fields_are_the_codes(bits, dtype):
-    codes = torch.randint(0, 2**bits, (3, 5, 64), dtype=torch.uint8)
-    packed = pack(codes, bits)
-    parts = [part / 2 ** (bits * i) for i, part in enumerate(fields(packed, bits, dtype))]
-    assert torch.equal(torch.cat(parts, dim=-1), codes.to(dtype))
-    assert torch.equal(unpack(packed, bits), codes)
 
 
 def test_rows_of_different_stores_are_refused():
