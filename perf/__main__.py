@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m perf [--only decode memory] [--out outputs/perf] [--page docs/performance.md] [--quick]
 
 Each program runs in a process of its own and its JSON goes to OUT/<name>.json; one that fails is named, its last line
-shown, and the others go on (exit code 1). `--draw` only makes the page anew from what lies there. On a quiet machine
-all of it takes about an hour and a half; --quick, for trying out, takes the shortest lengths and one round.
+shown, and the others go on (exit code 1). What was measured is added to the history beside this file, as one line of
+ratios; --quick, for trying out, takes the shortest lengths and one round and leaves the history alone. `--draw` only
+makes the page anew from what lies there. On a quiet machine all of it takes about an hour.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from perf.page import write
+from perf.page import remember, write
 
 PROGRAMS: dict[str, tuple[list[str], list[str]]] = {
     "decode": (["perf.decode"], ["--lengths", "500", "1000", "--rounds", "1", "--steps", "2"]),
@@ -26,7 +27,13 @@ PROGRAMS: dict[str, tuple[list[str], list[str]]] = {
     "fused_sweep": (["perf.fused_sweep", "--examples", "2"], ["--examples", "1", "--length", "256"]),
     "calibration": (["perf.calibration", "--model", "smollm2_135m"], ["--rounds", "1"]),
     "solver": (["perf.solver"], ["--tables", "1"]),
+    "profile": (
+        ["perf.ripple", "--examples", "2", "--naive"],
+        ["--examples", "1", "--prefix", "128", "--window", "32"],
+    ),
+    "damage": (["perf.damage"], []),
     "planning": (["perf.planning"], []),
+    "report": (["perf.report"], ["--cells", "20"]),
 }
 
 
@@ -40,7 +47,7 @@ def main() -> int:
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    failed, done_now = 0, []
     for name in [] if args.draw else args.only:
         command, quick = PROGRAMS[name]
         begin = time.perf_counter()
@@ -57,7 +64,10 @@ def main() -> int:
             continue
         json.loads(done.stdout)
         (args.out / f"{name}.json").write_text(done.stdout)
+        done_now.append(name)
         print(f"{name}: {seconds:.0f} s", file=sys.stderr)
+    if done_now and not args.quick:
+        remember(args.out, done_now)
     write(args.out, args.page)
     return min(failed, 1)
 

@@ -1,9 +1,11 @@
-"""The page of figures: what perf's programs measured, as tables, pictures and one line per aim."""
+"""The page of figures: what perf's programs measured, as tables, pictures and one line per aim, and its history."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ AIMS = (
     ("bfloat16", "K8/V4", 1.0),
 )
 DTYPES = ("float32", "bfloat16")
+NAMES = (
+    "decode", "fused", "memory", "prefill", "fused_sweep", "calibration", "profile", "damage", "solver", "planning",
+    "report",
+)  # fmt: skip
+HISTORY = Path(__file__).with_name("history.jsonl")
+LINES = 12  # of the history on the page
 DRAWN = ("DynamicCache sdpa", "full", "K8/V4", "SnapKV 10 %", "2d_hetero 1/14", "floor")
 INK = dict(zip(DRAWN, ("#777777", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#bbbbbb"), strict=True))
 
@@ -31,17 +39,57 @@ def span(x: dict[str, float]) -> str:
     return f"{x['median']:g} ({x['low']:g} to {x['high']:g})"
 
 
+def read(folder: Path, names: Sequence[str] = NAMES) -> dict[str, Any]:
+    """What was measured, by program."""
+    return {n: json.loads(f.read_text()) for n in names if (f := folder / f"{n}.json").exists()}
+
+
+def ratios(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The figures whose history is kept: ratios, or milliseconds and seconds where there is no peer."""
+    for dtype, cell, _ in AIMS:
+        if found := data.get("decode", {}).get(dtype):
+            at = found[max(found, key=int)]
+            if cell in at["ms"]:
+                yield f"decode {dtype} {cell}, times DynamicCache", at["times_dynamic"][cell]["median"]
+                yield f"decode {dtype} {cell}, times own full", at["times_own_full"][cell]["median"]
+    for dtype in DTYPES:
+        for x in data.get("fused", {}).get(dtype, {}).values():
+            yield f"16 cells as one {dtype}, times one", x["ratio"]["median"]
+    for kind, ratio in data.get("prefill", {}).get("ratio_to_plain", {}).items():
+        yield f"prefill {kind}, over plain", ratio
+    if "fused_sweep" in data:
+        yield "sweep as one, times cell by cell", data["fused_sweep"]["ratio"]["cpu"]
+    for name in ("calibration", "profile", "damage"):
+        for kind, ratio in data.get(name, {}).get("ratio", {}).items():
+            yield f"{name} {kind}, over a forward pass", ratio
+    for kind, found in data.get("solver", {}).items():
+        for solver, x in found.items():
+            yield f"solver {kind} {solver}, ms", x["ms_median"]
+    if "planning" in data:
+        yield "planning 200 cells, s", data["planning"]["plan"]
+    if "report" in data:
+        yield f"report of {data['report']['cells']} cells, s", data["report"]["compared"] + data["report"]["write"]
+
+
+def remember(folder: Path, names: Sequence[str]) -> None:
+    """Add what these programs measured to the history: date, commit, processor, ratios."""
+    asked = ["git", "-C", str(HISTORY.parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None
+    line = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "processor": _processor()}
+    with HISTORY.open("a") as f:
+        f.write(json.dumps({**line, "ratios": dict(ratios(read(folder, names)))}) + "\n")
+
+
 def write(folder: Path, page: Path) -> None:
     """docs/performance.md and its figures from the JSON files there are; what is missing is named."""
-    names = "decode", "fused", "memory", "prefill", "fused_sweep", "calibration", "solver", "planning"
-    data = {n: json.loads(f.read_text()) for n in names if (f := folder / f"{n}.json").exists()}
+    data = read(folder)
     lines = [
         "# Performance",
         "",
         "Made by `OMP_NUM_THREADS=1 python -m perf` (SmolLM2-135M, one CPU thread). Times are CPU milliseconds per new "
         "token; ratios are formed within rounds in which all caches take turns: median (lowest to highest round). "
         "`floor` is a step with two entries: what the model costs without a cache. Measured on: "
-        f"{_processor()}.",
+        f"{_processor()}. Against kvpress: [comparison](comparison.md); on large models: [scaling](scaling.md).",
         "",
     ]
     if "decode" in data:
@@ -63,12 +111,54 @@ def write(folder: Path, page: Path) -> None:
             f"{x['speed']['cpu']} times.",
             "",
         ]
-    for name in ("calibration", "solver", "planning"):
-        if name in data:
-            lines += [f"## {name.capitalize()}", "", "```json", json.dumps(data[name], indent=1), "```", ""]
-    if missing := [n for n in names if n not in data]:
+    lines += _calibrations(data)
+    if "solver" in data:
+        rows = [
+            [kind, name, f"{x['ms_median']:g}", f"{x['ms_max']:g}", f"{x['excess_max']:.2%}"]
+            for kind, found in data["solver"].items()
+            for name, x in found.items()
+        ]
+        lines += ["## Solver", "", "28 layers, 54 configurations, in one thread:", ""]
+        lines += table(["bytes", "solver", "ms, median", "ms, worst", "above the optimum, worst"], rows)
+    if "planning" in data or "report" in data:
+        lines += ["## Around a sweep", ""]
+    if x := data.get("planning"):
+        lines += [
+            f"- {x['cells']} cells: composed in {x['compose']:g} s, planned in {x['plan']:g} s; the whole dry run "
+        ]
+        lines[-1] += f"takes {x['command_seconds']:g} s ({x['command_cpu']:g} s of CPU time)."
+    if x := data.get("report"):
+        lines += [f"- The report of {x['cells']} cells x {x['examples']} samples: {x['compared'] + x['write']:.1f} s "]
+        lines[-1] += f"({x['cpu']:g} s of CPU time), {x['files']} files, a page of {x['page_mib']:g} MiB."
+    lines += [""]
+    if missing := [n for n in NAMES if n not in data]:
         lines += [f"Not measured: {', '.join(missing)}.", ""]
-    page.write_text("\n".join(lines))
+    lines += _history()
+    page.write_text("\n".join(lines).rstrip() + "\n")
+
+
+def _calibrations(data: dict[str, Any]) -> list[str]:
+    rows = [
+        [name, kind, f"{ratio:g}"]
+        for name in ("calibration", "profile", "damage")
+        for kind, ratio in data.get(name, {}).get("ratio", {}).items()
+    ]
+    if not rows:
+        return []
+    text = "Over one plain forward pass on the same tokens: the sensitivity table (`calibration`), RippleKV's profile, "
+    text += "the damage tables of ripple_2d and ripple_2d_head."
+    return ["## Calibration", "", text, "", *table(["", "", "forward passes"], rows)]
+
+
+def _history() -> list[str]:
+    """The last lines of the history, a figure a row."""
+    if not HISTORY.exists():
+        return []
+    entries = [json.loads(x) for x in HISTORY.read_text().splitlines()][-LINES:]
+    figures = dict.fromkeys(name for e in entries for name in e["ratios"])
+    head = ["", *(f"{e['date']} {e['commit'] or ''}".strip() for e in entries)]
+    rows = [[name, *(f"{e['ratios'][name]:g}" if name in e["ratios"] else "" for e in entries)] for name in figures]
+    return ["## History", "", "One column a run, from `perf/history.jsonl`.", "", *table(head, rows)]
 
 
 def _processor() -> str:
