@@ -7,7 +7,9 @@
 Steps of the embedded model (one sequence, one new token) on caches of `length` entries. The entries are random numbers:
 neither time nor bytes depend on them, and no prefill has to be waited for (perf.prefill measures that). All caches
 take turns, `rounds` times `steps` tokens each, and a ratio is formed within a round, so that a busy machine slows both
-sides; time is CPU time. `floor` is a step with two entries: the model's own share, which no cache can go below.
+sides; time is CPU time. Ours hold 16-bit entries as runs do by default, in bfloat16, also where the model computes in
+float32; shares of bytes are of DynamicCache, which holds what the model computes in. `floor` is a step with two
+entries: the model's own share, which no cache can go below.
 
 Memory: each point is a process of its own, which runs the model on two entries first, then makes the cache, lets go of
 what it was made from, resets the system's high-water mark and decodes. What that mark rose above the process before it
@@ -73,9 +75,7 @@ class Bench:
         logging.disable_progress_bar()
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
-        self.loaded = models.load(
-            models.spec("smollm2_135m", dtype=dtype, store_dtype="model"), Path.home() / ".cache" / "moend"
-        )
+        self.loaded = models.load(models.spec("smollm2_135m", dtype=dtype), Path.home() / ".cache" / "moend")
         self.model, self.arch, self.dtype = self.loaded.model, self.loaded.arch, getattr(torch, dtype)
         ids = torch.tensor([models.calibration_ids(self.loaded)])
         queries = TrigStatistics.measure(self.model, ids).tensors()

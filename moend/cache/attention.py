@@ -82,7 +82,8 @@ def causal(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, scaling: float, window: int | None
 ) -> Tensor:
     """Causal attention of the last q of T tokens: (B, H_q, q, d). Memory grows with q + T, never q x T per head."""
-    if query.device.type == "cpu" and query.shape[2] > 1:
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if query.device.type == "cpu" and query.shape[2] > 1 and not learning:
         return _blocks(query, key, value, padding, scaling, window, mass=False)[0]
     return _fused(query, key, value, padding, scaling, window)
 
@@ -147,17 +148,17 @@ def _blocks(
     On a CPU it takes less time than torch's fused attention with a mask, which does not leave out what it hides. There
     logits are float32 whatever the model computes in: bfloat16 has three digits, too few for an exponent.
     """
-    (batch, heads, t, dim), q = key.shape, query.shape[2]
+    (batch, heads, t, _), q = key.shape, query.shape[2]
     rows, group = batch * heads, query.shape[1] // heads
     wide = torch.float32 if key.device.type == "cpu" else key.dtype
     grouped = (query.to(wide) * scaling).unflatten(1, (heads, group)).flatten(0, 1)  # (B * H, G, q, d)
     turned = key.to(wide).mT.contiguous().flatten(0, 1)  # (B * H, d, T)
     values = None if value is None else value.flatten(0, 1)
-    out = query.new_empty(rows, group, q, dim) if value is not None else query.new_empty(0)
+    out = query.new_empty(0 if value is None else (rows, group, q, value.shape[3]))
     total = key.new_zeros(rows, 1, t if mass else 0, dtype=torch.float32)
     padding = None if padding is None or bool(padding.all()) else padding.bool()
     window = None if window is not None and window >= t else window
-    step = min(max(BLOCK // (rows * group * t), QUERIES[0]), QUERIES[-1], q)
+    step = min(max(BLOCK // max(rows * group * t, 1), QUERIES[0]), QUERIES[-1], q)
     # The same memory for all blocks: a fresh one per block costs as much as its softmax.
     most = rows * group * step * t
     all_logits = turned.new_empty(most)
@@ -187,8 +188,10 @@ def _blocks(
             total[..., first:seen].baddbmm_(ones, shares)
         if values is not None:
             mixed = torch.bmm(shares.to(values.dtype), values[:, first:seen])
-            out[:, :, start : start + width] = mixed.view(rows, group, width, dim)
-    return out.view(query.shape) if values is not None else out, total.view(batch, heads, total.shape[2])
+            out[:, :, start : start + width] = mixed.view(rows, group, width, -1)
+    if values is not None:
+        out = out.view(batch, heads * group, q, -1)
+    return out, total.view(batch, heads, total.shape[2])
 
 
 def _padding_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:

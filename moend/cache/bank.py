@@ -84,12 +84,14 @@ class Bank:
             more = more // self.group if self.per == "channel" else more
             self.step, self.zero = _longer(self.step, more), _longer(self.zero, more)
         self._shared = False
+        self._arrays.forget()
 
     def write(self, start: int, slot: int, piece: Packed | Tensor) -> None:
         """Entries of neighbouring strands from `start` on, into the slots from `slot` on (K: whole groups)."""
         if self._shared:
             self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
             self._shared = False
+            self._arrays.forget()
         codes = piece.codes if isinstance(piece, Packed) else piece
         rows = slice(start, start + codes.shape[0])
         self.x[rows, slot : slot + codes.shape[1]] = codes

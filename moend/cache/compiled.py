@@ -5,14 +5,15 @@ sum_t p v = sum_t (p s) c + sum_t p z: scales fold into the query and into the p
 is turned into float32 in the CPU's first cache, multiplied there and dropped, whatever it is stored in. torch would
 pass through memory for each of shift, mask, conversion and product, with a dozen calls for what is one here.
 
-Everything is computed in float32 and strand by strand, so that no result depends on what decodes beside it. Compiled
-code is kept in a folder (`keep_in`): only the first process waits for the compiler.
+Everything is computed in float32 and strand by strand: what decodes beside a strand changes no more than the rounding.
+Compiled code is kept in a folder (`keep_in`): only the first process waits for the compiler, about ten seconds.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import itertools
 import os
@@ -39,24 +40,37 @@ def usable(device: torch.device, rows: int) -> bool:
 
 
 class Arrays:
-    """Tensors as arrays of what they are made of, floats as integers: made once for each tensor, not at each step."""
+    """Tensors as arrays of what they are made of, floats as integers: made once for each tensor, not at each step.
+
+    An array shares its tensor's memory: whoever replaces a tensor also `forget`s, so that the old one goes.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Tensor, Array, int]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self._known: dict[str, tuple[Tensor, int, Array, int]] = {}
 
     def __call__(self, name: str, x: Tensor) -> tuple[Array, int]:
         """The array and, for floats, which kind they are of."""
         known = self._known.get(name)
-        if known is None or known[0] is not x:
-            as_integers, kind = _KINDS.get(x.dtype, (x.dtype, -1))
-            known = self._known[name] = x, x.view(as_integers).numpy(), kind
-        return known[1], known[2]
+        if known is None or known[0] is not x or known[1] != x.data_ptr():
+            as_integers, kind = _KINDS[x.dtype]
+            known = self._known[name] = x, x.data_ptr(), x.view(as_integers).numpy(), kind
+        return known[2], known[3]
+
+    def __reduce__(self) -> tuple[type[Arrays], tuple[()]]:
+        """A copy knows nothing: its arrays would not share memory with its tensors."""
+        return Arrays, ()
 
 
 _KINDS = {
     torch.float16: (torch.uint16, 0),
     torch.bfloat16: (torch.uint16, 1),
     torch.float32: (torch.int32, 2),
+    torch.uint8: (torch.uint8, -1),
+    torch.bool: (torch.bool, -1),
 }
 
 
@@ -90,22 +104,32 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="moend")
 
 
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not come along
+
+
 def keep_in(folder: Path) -> None:
     """Keep compiled code below this cache folder, or where $NUMBA_CACHE_DIR says; where it cannot be, nowhere."""
     place = folder / "compiled"
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        if os.access(place, os.W_OK):
-            os.environ.setdefault("NUMBA_CACHE_DIR", str(place))
+        if os.access(place, os.W_OK) and not os.environ.get("NUMBA_CACHE_DIR"):
+            os.environ["NUMBA_CACHE_DIR"] = str(place)
 
 
 @functools.cache
 def kernels() -> ModuleType:
     """The compiled functions. Numba is imported by whoever decodes, not by whoever plans a sweep."""
-    if "NUMBA_CACHE_DIR" not in os.environ:  # Numba keeps code somewhere or fails: here until the process ends
+    if not os.access(os.environ.get("NUMBA_CACHE_DIR", ""), os.W_OK):
+        # Numba keeps code somewhere or fails: here until the process ends
         folder = tempfile.TemporaryDirectory(prefix="moend-")
         atexit.register(folder.cleanup)
         os.environ["NUMBA_CACHE_DIR"] = folder.name
-    from moend.cache import numba_kernels
+    place = os.environ["NUMBA_CACHE_DIR"]
+    import numba
 
-    return numba_kernels
+    numba.config.CACHE_DIR = place  # it may have been imported before the variable was set
+    with (Path(place) / "lock").open("w") as lock:  # Numba's index is not safe between processes that compile
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        from moend.cache import numba_kernels
+
+        return numba_kernels

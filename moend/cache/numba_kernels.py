@@ -14,11 +14,18 @@ F32 = np.float32
 BLOCK = 64  # slots that are numbers at a time
 FLOAT16, BFLOAT16, FLOAT32 = 0, 1, 2
 
-# Sums may be taken in another order, but infinities and NaN mean what they mean
-jit = numba.njit(fastmath={"contract", "reassoc", "arcp", "nsz"}, nogil=True, error_model="numpy", cache=True)
+CODES, HALVES, WORDS = numba.uint8[:, :, ::1], numba.uint16[:, :, ::1], numba.int32[:, :, ::1]
+FLOATS, NAMES, INT = numba.float32[:, :, ::1], numba.int64[::1], numba.int64
 
 
-@jit
+def jit(*signatures):
+    """Compiled as soon as this module is imported, for these arguments and no others; without any: when called."""
+    # Sums may be taken in another order, but infinities and NaN mean what they mean
+    fast = {"contract", "reassoc", "arcp", "nsz"}
+    return numba.njit(list(signatures) or None, fastmath=fast, nogil=True, error_model="numpy", cache=True)
+
+
+@jit()
 def fields_of(x, bits, out):
     """Bytes (m,) -> their bit fields as numbers (8 / bits, m)."""
     for field in range(8 // bits):
@@ -31,7 +38,7 @@ def fields_of(x, bits, out):
                 part[i] = F32((x[i] >> shift) & mask)
 
 
-@jit
+@jit()
 def floats(x, kind, ints, out):
     """Floats as they lie in memory (m,), read as integers -> float32 `out`, whose bits are `ints`."""
     if kind == FLOAT32:
@@ -46,10 +53,13 @@ def floats(x, kind, ints, out):
         for i in range(x.size):
             out[i] *= F32(2.0**112)  # the difference of the exponents' offsets; exact, for subnormals too
         for i in range(x.size):
+            if ints[i] >= 0x47800000:  # 2^16: the largest exponent of float16 is infinity or NaN
+                ints[i] |= 0x7F800000
+        for i in range(x.size):
             ints[i] |= (np.int32(x[i]) & 0x8000) << 16
 
 
-@jit
+@jit()
 def dots(query, keys, n, out):
     """Add the products of query (d,) with n slots to out (n,); keys (fields, n * w), w = d / fields.
 
@@ -88,7 +98,7 @@ def dots(query, keys, n, out):
         out[t] += s0
 
 
-@jit
+@jit()
 def weigh(p, values, n, begin, w, out):
     """Add sum_t p[t] values[t, begin : begin + size] to out (size,); values (n * w,)."""
     size = out.size
@@ -109,7 +119,7 @@ def weigh(p, values, n, begin, w, out):
             out[c] += p[t] * v0[c]
 
 
-@jit
+@jit(numba.void(FLOATS, CODES, HALVES, HALVES, INT, INT, INT, NAMES, INT, INT, FLOATS))
 def score_codes(query, codes, step, zero, bits, group, used, at, first, last, logits):
     """K: codes (s, M, w), one scale per channel and `group` slots: step, zero (s, M / group, d) as float16's bits."""
     rows, dim = query.shape[1:]
@@ -126,14 +136,15 @@ def score_codes(query, codes, step, zero, bits, group, used, at, first, last, lo
             for r in range(rows):
                 mine, out = query[strand, r], logits[strand, r, begin : begin + group]
                 base = F32(0)
-                for c in range(dim):
+                for c in range(dim):  # apart from the next loop: together they would be summed as memory happens to lie
                     base += mine[c] * zeros[c]
+                for c in range(dim):
                     scaled[c] = mine[c] * steps[c]
                 out[:] = base
                 dots(scaled, buffer, group, out)
 
 
-@jit
+@jit(numba.void(FLOATS, CODES, HALVES, HALVES, INT, INT, INT, NAMES, INT, INT, FLOATS))
 def mix_codes(probs, codes, step, zero, bits, group, used, at, first, last, out):
     """V: codes (s, M, w), one scale per slot and `group` channels: step, zero (s, M, d / group) as float16's bits."""
     rows, w, groups = probs.shape[1], codes.shape[2], step.shape[2]
@@ -153,10 +164,12 @@ def mix_codes(probs, codes, step, zero, bits, group, used, at, first, last, out)
                     if groups == 1:
                         for t in range(n):
                             base += p[t] * zeros[t]
+                        for t in range(n):
                             weights[t] = p[t] * steps[t]
                     else:
                         for t in range(n):
                             base += p[t] * zeros[t * groups + g]
+                        for t in range(n):
                             weights[t] = p[t] * steps[t * groups + g]
                     for c in range(g * group, (g + 1) * group):
                         mine[c] += base
@@ -169,7 +182,7 @@ def mix_codes(probs, codes, step, zero, bits, group, used, at, first, last, out)
                         low = high
 
 
-@jit
+@jit(*(numba.void(FLOATS, x, INT, INT, INT, INT, NAMES, INT, INT, FLOATS) for x in (HALVES, WORDS)))
 def score_floats(query, x, kind, begin, end, to, at, first, last, logits):
     """Slots begin ... end of x (s, M, d), floats as integers, into columns `to` and on."""
     rows, dim = query.shape[1], x.shape[2]
@@ -185,7 +198,7 @@ def score_floats(query, x, kind, begin, end, to, at, first, last, logits):
                 dots(query[strand, r], buffer, n, out)
 
 
-@jit
+@jit(*(numba.void(FLOATS, x, INT, INT, INT, INT, NAMES, INT, INT, FLOATS) for x in (HALVES, WORDS)))
 def mix_floats(probs, x, kind, begin, end, to, at, first, last, out):
     """Slots begin ... end of x (s, M, d), weighted by the columns of probs from `to` on."""
     rows, dim = probs.shape[1], x.shape[2]
@@ -199,7 +212,7 @@ def mix_floats(probs, x, kind, begin, end, to, at, first, last, out):
                 weigh(probs[strand, r, there : there + n], buffer, n, 0, dim, out[strand, r])
 
 
-@jit
+@jit(numba.void(FLOATS, numba.boolean[:, ::1], INT, INT, INT, INT))
 def softmax(logits, hidden, used, gap, first, last):
     """In place over logits (S, R, n), 0 where hidden (S, N); column j >= used is hidden's j + gap.
 

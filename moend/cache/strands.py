@@ -431,6 +431,8 @@ class Strands:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
         """Take in q tokens, keys, values (B, H, q, d), and attend from query (B, H_q, q, d): (B, H_q, q, d)."""
+        if keys.shape != (self.sequences, self.heads, query.shape[2], self.dim) or query.shape[3] != self.dim:
+            raise ValueError(f"{self.sequences} sequences of {self.heads} heads of {self.dim}, got {tuple(keys.shape)}")
         grouped = (query * scaling).reshape(self.sequences * self.heads, -1, *query.shape[2:])
         parts, done = [], 0
         for taken in self.feed(keys, values):
@@ -549,6 +551,7 @@ class Strands:
         if (more := max(b.slots for b in banks) - self.slots) > 0:
             unused = self.hidden.new_ones(self.hidden.shape[0], more)
             self.hidden = torch.cat([self.hidden[:, : self.slots], unused, self.hidden[:, self.slots :]], dim=1)
+            self._arrays.forget()
             if self.mass is not None:
                 parts = self.mass[:, : self.slots], self.mass.new_zeros(unused.shape), self.mass[:, self.slots :]
                 self.mass = torch.cat(parts, dim=1)
@@ -566,6 +569,7 @@ class Strands:
         hidden = self.hidden[:, self.slots + begin : self.slots + self.cursor]
         free = hidden.new_zeros(hidden.shape[0], spare)
         self.hidden = torch.cat([self.hidden[:, : self.slots], hidden, free], dim=1)
+        self._arrays.forget()
         if self.mass is not None:
             sums = self.mass[:, self.slots + begin : self.slots + self.cursor]
             self.mass = torch.cat([self.mass[:, : self.slots], sums, self.mass.new_zeros(free.shape)], dim=1)
@@ -647,8 +651,8 @@ class Strands:
             q = part.shape[2]
             flat = part.reshape(strands, group * q, dim)
             fast = compiled.usable(flat.device, group * q)
-            if fast:
-                flat = flat.float()
+            if flat.device.type == "cpu":
+                flat = flat.float().contiguous()
             logits = self._logits(flat, fast)
             for row in self._reindexed:
                 self._bring_near(row, flat, logits)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,16 +81,67 @@ def test_products_are_those_with_dequantised_entries(kind, dims, names, groups, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_floats_become_the_same_numbers(dtype):
-    """Zeros, subnormals, the largest and the smallest, both signs: a product with 1 gives the number back."""
+    """Zeros, subnormals, the largest and the smallest, infinities, both signs, NaN."""
     least, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
-    x = torch.tensor([0.0, -0.0, 1.0, -1.5, least, -least / 4, most, -most], dtype=dtype)
-    bank = Bank([0], 8, 16, 1, "channel", x, 16)
+    x = torch.tensor(
+        [0.0, -0.0, 1.0, -1.5, least, -least / 4, most, -most, torch.inf, -torch.inf, torch.nan], dtype=dtype
+    )
+    bank = Bank([0], 11, 16, 1, "channel", x, 16)
     bank.write(0, 0, x[None, :, None].expand(1, -1, 16))
-    one = torch.zeros(1, 1, 16)
-    one[..., 3] = 1
-    out = torch.empty(1, 1, 8)
+    array, kind = compiled.Arrays()("x", bank.x)
+    out = torch.empty(array.size)
+    compiled.kernels().floats(array.reshape(-1), kind, out.view(torch.int32).numpy(), out.numpy())
+    assert torch.equal(out.view(11, 16).nan_to_num(1e9), x.float()[:, None].expand(11, 16).nan_to_num(1e9))
+    assert out.view(11, 16)[10].isnan().all()
+
+
+def test_a_copy_sees_its_own_memory():
+    """deepcopy and pickle: what is written to the copy's tensors is what it computes with."""
+    bank = Bank([0], 8, 16, 1, "channel", torch.zeros(0), 16)
+    out, one = torch.empty(1, 1, 8), torch.ones(1, 1, 16)
     bank.score(one, out)
-    assert torch.equal(out[0, 0], x.float())
+    for twin in (copy.deepcopy(bank), pickle.loads(pickle.dumps(bank))):
+        twin.write(0, 3, torch.ones(1, 1, 16))
+        twin.score(one, out)
+        assert out[0, 0].tolist() == [0, 0, 0, 16, 0, 0, 0, 0]
+    bank.score(one, out)
+    assert (out == 0).all()
+
+
+def test_no_array_keeps_a_replaced_tensor():
+    """Growing lets go of what was there, and a clone that a write makes of the shared one."""
+    bank = Bank([0], 64, 8, 32, "channel", torch.zeros(0), 16)
+    query, out = torch.ones(1, 1, 16), torch.empty(1, 1, 200)
+    piece = quantise_k(torch.randn(1, 32, 16), 8, 32)
+    bank.write(0, 0, piece)
+    bank.score(query, out)
+    old = weakref.ref(bank.x)
+    bank.reserve(96)
+    assert old() is None
+    bank.score(query, out)
+    twin = bank.pick([0], [0], bank.slots)
+    twin.score(query, out)
+    twin.write(0, 32, piece)
+    old = weakref.ref(bank.x)
+    del bank
+    assert old() is None
+
+
+def test_compiled_code_is_kept_nowhere_where_it_cannot_be(tmp_path):
+    """Without a folder that can be written to, a process compiles for itself, and leaves nothing."""
+    code = (
+        "import os, torch; from pathlib import Path; from moend.cache import compiled\n"
+        "compiled.keep_in(Path('/proc/nowhere')); x = torch.ones(1, 1, 3)\n"
+        "compiled.softmax(x, torch.zeros(1, 3, dtype=torch.bool).numpy(), 0, 0); print(x.sum().item())\n"
+        "print(os.environ['NUMBA_CACHE_DIR'])"
+    )
+    plain = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+    for set_to in ({}, {"NUMBA_CACHE_DIR": ""}, {"NUMBA_CACHE_DIR": "/proc/nowhere"}):
+        env = {**plain, "TMPDIR": str(tmp_path), **set_to}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        one, folder = done.stdout.splitlines()
+        assert float(one) == pytest.approx(1) and folder.startswith(str(tmp_path))
+        assert not list(tmp_path.iterdir())
 
 
 @settings(deadline=None, max_examples=60)

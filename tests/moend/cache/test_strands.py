@@ -211,6 +211,20 @@ def test_buckets_hold_all_and_pad_little(sizes, limit):
         assert all(longest - sizes[i] <= max(sizes[i], limit) for i in b)
 
 
+@pytest.mark.parametrize("store", [torch.float32, torch.bfloat16])
+def test_queries_lie_in_memory_as_models_leave_them(store):
+    """One query head per KV head, (B, T, H, d) turned to (B, H, T, d); and shapes that do not fit are refused."""
+    torch.manual_seed(0)
+    one = Row(*torch.randn(2, HEADS, 9, DIM), None, Storage(), seen=9, dtype=store)
+    strands, (query, keys, values) = Strands([(one,)]), torch.randn(3, 1, 4, HEADS, DIM).mT.mT.transpose(2, 3)
+    assert not query.is_contiguous()
+    twin = strands.fork()
+    ours = strands.attend(query, keys, values, 0.3, None)
+    assert (ours - twin.attend(query.contiguous(), keys, values, 0.3, None)).abs().max() < 1e-6
+    with pytest.raises(ValueError, match="1 sequences of 2 heads of 16"):
+        strands.attend(query[..., :8], keys[..., :8], values[..., :8], 0.3, None)
+
+
 def test_rows_of_different_stores_are_refused():
     a = row(5, Storage())
     b = Row(*torch.randn(2, HEADS, 5, DIM), None, Storage(), seen=5, dtype=torch.bfloat16)
