@@ -82,10 +82,32 @@ def causal(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, scaling: float, window: int | None
 ) -> Tensor:
     """Causal attention of the last q of T tokens: (B, H_q, q, d). Memory grows with q + T, never q x T per head."""
+    q, t = query.shape[2], key.shape[2]
+    if padding is not None and bool(padding.all()):
+        padding = None
+    window = None if window is not None and window >= t else window
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if query.device.type == "cpu" and query.shape[2] > 1 and not learning:
-        return _blocks(query, key, value, padding, scaling, window, mass=False)[0]
-    return _fused(query, key, value, padding, scaling, window)
+    if query.device.type != "cpu" or q in (1, t) or learning:
+        return _fused(query, key, value, padding, scaling, window)
+    if padding is None and window is None and value.shape == key.shape:
+        return _in_two(query, key, value, scaling)
+    return _blocks(query, key, value, padding, scaling, window, mass=False)[0]
+
+
+def _in_two(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """`causal` on a CPU: over the tokens before these queries, which all see, and over the queries' own.
+
+    With the logarithms l of both softmax sums the whole is sigmoid(l_own - l_before) of the one and the rest of the
+    other. torch's fused attention with a mask would compute what the mask hides.
+    """
+    group, before = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
+    if group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own, own_sum = flash(query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling)
+    old, old_sum = flash(query, key[:, :, :before], value[:, :, :before], is_causal=False, scale=scaling)
+    out: Tensor = torch.lerp(old.float(), own.float(), torch.sigmoid(own_sum - old_sum)[..., None]).to(query.dtype)
+    return out
 
 
 def _fused(
@@ -94,9 +116,6 @@ def _fused(
     """`causal` by torch's fused attention."""
     q, t = query.shape[2], key.shape[2]
     gqa = query.shape[1] != key.shape[1]
-    if padding is not None and bool(padding.all()):
-        padding = None
-    window = None if window is not None and window >= t else window
     if padding is None and window is None and (q == t or q == 1):
         return F.scaled_dot_product_attention(query, key, value, is_causal=q > 1, scale=scaling, enable_gqa=gqa)
     at, out = torch.arange(t, device=query.device), []
@@ -126,7 +145,7 @@ def attention_mass(query: Tensor, key: Tensor, padding: Tensor | None, scaling: 
 def causal_and_mass(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, scaling: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`causal` and `attention_mass`; on a CPU from the same weights, which are only summed in addition."""
+    """`causal` and `attention_mass`; on a CPU the weights are written out once for both."""
     if query.device.type == "cpu":
         return _blocks(query, key, value, padding, scaling, window, mass=True)
     asked = query, key, padding, scaling, window
@@ -145,8 +164,7 @@ def _blocks(
 ) -> tuple[Tensor, Tensor]:
     """Attention written out for a block of queries at a time: (output or an empty tensor, mass or an empty tensor).
 
-    On a CPU it takes less time than torch's fused attention with a mask, which does not leave out what it hides. There
-    logits are float32 whatever the model computes in: bfloat16 has three digits, too few for an exponent.
+    On a CPU logits are float32 whatever the model computes in: bfloat16 has three digits, too few for an exponent.
     """
     (batch, heads, t, _), q = key.shape, query.shape[2]
     rows, group = batch * heads, query.shape[1] // heads

@@ -120,7 +120,7 @@ def prefill(
     """Run input_ids (B, T) through the model and capture its cache, `chunk` tokens at a time: memory grows with T.
 
     attention_mask (B, T) marks left padding. last_queries: how many of the last queries to keep per layer (T: all).
-    observe: what else to keep of the pass, of `cache.OBSERVATIONS`.
+    observe: what else to keep of the pass, of `cache.OBSERVATIONS`; on a CPU it may change the pass's rounding.
     """
     batch, length = input_ids.shape
     if length < 1:
