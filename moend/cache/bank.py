@@ -31,7 +31,7 @@ class Bank:
     def __init__(self, strands: Sequence[int], slots: int, bits: int, group: int, per: str, like: Tensor, dim: int):
         """like: a tensor of the device and of the dtype that 16-bit entries have."""
         self.bits, self.group, self.per, self.dim = bits, group, per, dim
-        self._shared, self.used = False, slots
+        self._shared = False
         self.x = (
             like.new_zeros(len(strands), slots, dim) if bits == 16 else _bytes(like, len(strands), slots, dim, bits)
         )
@@ -48,6 +48,12 @@ class Bank:
         straight = strands == list(range(first, first + len(strands)))
         self.at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
         self._names, self._arrays = np.array(strands), compiled.Arrays()
+        self.lengths = np.full(len(strands), self.slots)
+
+    @property
+    def used(self) -> int:
+        """Slots in use by any strand; `lengths` has each one's."""
+        return int(self.lengths.max())
 
     @property
     def slots(self) -> int:
@@ -141,13 +147,13 @@ class Bank:
     def _call(self, verb: str, x: Tensor, rows: int, out: Tensor) -> None:
         entries, kind = self._arrays("x", self.x)
         if self.bits == 16:
-            args: tuple[Any, ...] = entries, kind, 0, self.used, 0
+            args: tuple[Any, ...] = entries, kind, 0, 0
         else:
             step, zero = self._arrays("step", self.step)[0], self._arrays("zero", self.zero)[0]
-            args = entries, step, zero, self.bits, self.group, self.used
-        products = len(self.strands) * self.used * self.dim * rows
+            args = entries, step, zero, self.bits, self.group
+        products = int(self.lengths.sum()) * self.dim * rows
         name = f"{verb}_{'floats' if self.bits == 16 else 'codes'}"
-        compiled.call(name, x, *args, at=self._names, products=products, out=out)
+        compiled.call(name, x, *args, self.lengths, at=self._names, products=products, out=out)
 
     def _blocks(self, dtype: torch.dtype) -> list[slice]:
         """Strands whose codes become numbers together: all where nothing has to."""

@@ -74,11 +74,14 @@ _KINDS = {
 }
 
 
-def softmax(logits: Tensor, hidden: Array, used: int, gap: int) -> None:
-    """softmax of logits (S, R, n) in place; what is hidden (S, N) gets 0, column j >= used is hidden's j + gap."""
-    _in_threads(
-        functools.partial(kernels().softmax, logits.numpy(), hidden, used, gap), len(logits), logits.numel() * 8
-    )
+def softmax(logits: Tensor, hidden: Array, lengths: Array, used: int, gap: int, clear: bool) -> None:
+    """softmax of logits (S, R, n) in place, over each strand's first `lengths` columns and those from `used` on.
+
+    What is hidden (S, N) gets 0; column j >= used is hidden's j + gap. clear: 0 also for what lies between.
+    """
+    work = functools.partial(kernels().softmax, logits.numpy(), hidden, lengths, used, gap, clear)
+    held = int(lengths.sum()) + len(logits) * (logits.shape[2] - used)
+    _in_threads(work, len(logits), held * logits.shape[1] * 8)
 
 
 def call(name: str, x: Tensor, *args: Any, at: Array, products: int, out: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 Written for the compiler: flat loops over memory that lies in a row become vector instructions, and several slots share
 one pass over the sums. Strands `first` ... `last` of a side are computed; its i-th is strand at[i] of queries, logits,
-probs and out, all float32.
+probs and out, all float32, and holds something in its first lengths[i] slots.
 """
 
 # mypy: ignore-errors
@@ -119,8 +119,8 @@ def weigh(p, values, n, begin, w, out):
             out[c] += p[t] * v0[c]
 
 
-@jit(numba.void(FLOATS, CODES, HALVES, HALVES, INT, INT, INT, NAMES, INT, INT, FLOATS))
-def score_codes(query, codes, step, zero, bits, group, used, at, first, last, logits):
+@jit(numba.void(FLOATS, CODES, HALVES, HALVES, INT, INT, NAMES, NAMES, INT, INT, FLOATS))
+def score_codes(query, codes, step, zero, bits, group, lengths, at, first, last, logits):
     """K: codes (s, M, w), one scale per channel and `group` slots: step, zero (s, M / group, d) as float16's bits."""
     rows, dim = query.shape[1:]
     w = codes.shape[2]
@@ -128,7 +128,7 @@ def score_codes(query, codes, step, zero, bits, group, used, at, first, last, lo
     steps, zeros = np.empty(dim, F32), np.empty(dim, F32)
     for i in range(first, last):
         strand = at[i]
-        for g in range(used // group):
+        for g in range(lengths[i] // group):
             begin = g * group
             fields_of(codes[i, begin : begin + group].reshape(-1), bits, buffer)
             floats(step[i, g], FLOAT16, steps.view(np.int32), steps)
@@ -144,16 +144,16 @@ def score_codes(query, codes, step, zero, bits, group, used, at, first, last, lo
                 dots(scaled, buffer, group, out)
 
 
-@jit(numba.void(FLOATS, CODES, HALVES, HALVES, INT, INT, INT, NAMES, INT, INT, FLOATS))
-def mix_codes(probs, codes, step, zero, bits, group, used, at, first, last, out):
+@jit(numba.void(FLOATS, CODES, HALVES, HALVES, INT, INT, NAMES, NAMES, INT, INT, FLOATS))
+def mix_codes(probs, codes, step, zero, bits, group, lengths, at, first, last, out):
     """V: codes (s, M, w), one scale per slot and `group` channels: step, zero (s, M, d / group) as float16's bits."""
     rows, w, groups = probs.shape[1], codes.shape[2], step.shape[2]
     buffer, folded = np.empty((8 // bits, BLOCK * w), F32), np.empty((groups, BLOCK), F32)
     steps, zeros = np.empty(BLOCK * groups, F32), np.empty(BLOCK * groups, F32)
     for i in range(first, last):
         strand = at[i]
-        for begin in range(0, used, BLOCK):
-            n = min(BLOCK, used - begin)
+        for begin in range(0, lengths[i], BLOCK):
+            n = min(BLOCK, lengths[i] - begin)
             fields_of(codes[i, begin : begin + n].reshape(-1), bits, buffer)
             floats(step[i, begin : begin + n].reshape(-1), FLOAT16, steps.view(np.int32), steps)
             floats(zero[i, begin : begin + n].reshape(-1), FLOAT16, zeros.view(np.int32), zeros)
@@ -182,15 +182,15 @@ def mix_codes(probs, codes, step, zero, bits, group, used, at, first, last, out)
                         low = high
 
 
-@jit(*(numba.void(FLOATS, x, INT, INT, INT, INT, NAMES, INT, INT, FLOATS) for x in (HALVES, WORDS)))
-def score_floats(query, x, kind, begin, end, to, at, first, last, logits):
-    """Slots begin ... end of x (s, M, d), floats as integers, into columns `to` and on."""
+@jit(*(numba.void(FLOATS, x, INT, INT, INT, NAMES, NAMES, INT, INT, FLOATS) for x in (HALVES, WORDS)))
+def score_floats(query, x, kind, begin, to, lengths, at, first, last, logits):
+    """Slots begin ... lengths[i] of x (s, M, d), floats as integers, into columns `to` and on."""
     rows, dim = query.shape[1], x.shape[2]
     buffer = np.empty((1, BLOCK * dim), F32)
     for i in range(first, last):
         strand = at[i]
-        for start in range(begin, end, BLOCK):
-            n, there = min(BLOCK, end - start), to + start - begin
+        for start in range(begin, lengths[i], BLOCK):
+            n, there = min(BLOCK, lengths[i] - start), to + start - begin
             floats(x[i, start : start + n].reshape(-1), kind, buffer[0].view(np.int32), buffer[0])
             for r in range(rows):
                 out = logits[strand, r, there : there + n]
@@ -198,57 +198,74 @@ def score_floats(query, x, kind, begin, end, to, at, first, last, logits):
                 dots(query[strand, r], buffer, n, out)
 
 
-@jit(*(numba.void(FLOATS, x, INT, INT, INT, INT, NAMES, INT, INT, FLOATS) for x in (HALVES, WORDS)))
-def mix_floats(probs, x, kind, begin, end, to, at, first, last, out):
-    """Slots begin ... end of x (s, M, d), weighted by the columns of probs from `to` on."""
+@jit(*(numba.void(FLOATS, x, INT, INT, INT, NAMES, NAMES, INT, INT, FLOATS) for x in (HALVES, WORDS)))
+def mix_floats(probs, x, kind, begin, to, lengths, at, first, last, out):
+    """Slots begin ... lengths[i] of x (s, M, d), weighted by the columns of probs from `to` on."""
     rows, dim = probs.shape[1], x.shape[2]
     buffer = np.empty(BLOCK * dim, F32)
     for i in range(first, last):
         strand = at[i]
-        for start in range(begin, end, BLOCK):
-            n, there = min(BLOCK, end - start), to + start - begin
+        for start in range(begin, lengths[i], BLOCK):
+            n, there = min(BLOCK, lengths[i] - start), to + start - begin
             floats(x[i, start : start + n].reshape(-1), kind, buffer.view(np.int32), buffer)
             for r in range(rows):
                 weigh(probs[strand, r, there : there + n], buffer, n, 0, dim, out[strand, r])
 
 
-@jit(numba.void(FLOATS, numba.boolean[:, ::1], INT, INT, INT, INT))
-def softmax(logits, hidden, used, gap, first, last):
-    """In place over logits (S, R, n), 0 where hidden (S, N); column j >= used is hidden's j + gap.
+@jit()
+def exponentials(x, top, power):
+    """x becomes exp(x - top); returns the sum. power: as many int32 at least, for this function's use.
 
     exp(x) = 2^k 2^f, k whole, |f| <= 1/2: 2^f by the first eight terms of its series, 2^k in the exponent's bits.
     """
+    scale = power.view(F32)
+    for j in range(x.size):
+        y = max((x[j] - top) * F32(1.4426950408889634), F32(-127.0))
+        k = np.floor(y + F32(0.5))
+        f = (y - k) * F32(0.6931471805599453)
+        p = F32(1 / 5040)
+        p = p * f + F32(1 / 720)
+        p = p * f + F32(1 / 120)
+        p = p * f + F32(1 / 24)
+        p = p * f + F32(1 / 6)
+        p = p * f + F32(1 / 2)
+        p = p * f + F32(1)
+        x[j] = p * f + F32(1)
+        power[j] = (np.int32(k) + 127) << 23  # k = -127, beyond what counts: 0
+    total = F32(0)
+    for j in range(x.size):
+        x[j] *= scale[j]
+        total += x[j]
+    return total
+
+
+@jit(numba.void(FLOATS, numba.boolean[:, ::1], NAMES, INT, INT, numba.boolean, INT, INT))
+def softmax(logits, hidden, lengths, used, gap, clear, first, last):
+    """In place over what strands hold of logits (S, R, n): columns up to their lengths, and from `used` on.
+
+    0 where hidden (S, N), whose column j + gap is that of a column j >= used; clear: 0 also where nothing is held,
+    which is arbitrary otherwise.
+    """
     rows, n = logits.shape[1:]
     power = np.empty(n, np.int32)
-    scale = power.view(F32)
     for strand in range(first, last):
+        ends = (lengths[strand], n)
         for r in range(rows):
             x = logits[strand, r]
+            top, total = F32(-np.inf), F32(0)
             for part in range(2):
-                begin, end = (0, used) if part == 0 else (used, n)
+                begin, end = used * part, ends[part]
                 gone, mine = hidden[strand, begin + gap * part : end + gap * part], x[begin:end]
                 for j in range(mine.size):
                     mine[j] = -np.inf if gone[j] else mine[j]
-            top = F32(-np.inf)
-            for j in range(n):
-                top = max(top, x[j])
-            for j in range(n):
-                y = max((x[j] - top) * F32(1.4426950408889634), F32(-127.0))
-                k = np.floor(y + F32(0.5))
-                f = (y - k) * F32(0.6931471805599453)
-                p = F32(1 / 5040)
-                p = p * f + F32(1 / 720)
-                p = p * f + F32(1 / 120)
-                p = p * f + F32(1 / 24)
-                p = p * f + F32(1 / 6)
-                p = p * f + F32(1 / 2)
-                p = p * f + F32(1)
-                x[j] = p * f + F32(1)
-                power[j] = (np.int32(k) + 127) << 23  # k = -127, beyond what counts: 0
-            total = F32(0)
-            for j in range(n):
-                x[j] *= scale[j]
-                total += x[j]
+                for j in range(mine.size):
+                    top = max(top, mine[j])
+            for part in range(2):
+                total += exponentials(x[used * part : ends[part]], top, power)
             share = F32(1) / total
-            for j in range(n):
-                x[j] *= share
+            for part in range(2):
+                mine = x[used * part : ends[part]]
+                for j in range(mine.size):
+                    mine[j] *= share
+            if clear:
+                x[ends[0] : used] = 0

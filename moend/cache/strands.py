@@ -477,22 +477,24 @@ class Strands:
         """What holds until the next event.
 
         When a row must evict before a token comes (_full), and when one packs or evicts after it (_due); which slots
-        (each bank's `used`, in all `_used`) and columns of the tail (from `_begin` on) hold something; whether any of
-        these is hidden.
+        (`_lengths`, each bank's `lengths`, in all `_used`) and columns of the tail (from `_begin` on) hold something;
+        whether any of these is hidden.
         """
         self._full, self._due = NEVER, NEVER
         self._ahead = max(p.seen - p.clock for p in self.parts)
         self._begin = self.cursor
         self._reindexed = [p for p in self.parts if p.schedule.reindex is not None]
+        self._lengths = np.zeros(len(self._all), dtype=np.int64)  # slots of each strand
         for bank in (*self.k_banks, *self.v_banks):
-            bank.used = 0
+            bank.lengths[:] = 0
         for part in self.parts:
             if part.touch(self.clock).full:
                 self._full = self.clock
             self._due = min(self._due, self.clock + part.room())
             self._begin = min(self._begin, self.cursor - part.tail)
-            for bank in (self.k_banks[part.k[0]], self.v_banks[part.v[0]]):
-                bank.used = max(bank.used, part.slots)
+            self._lengths[part.strands] = part.slots
+            for bank, start in ((self.k_banks[part.k[0]], part.k[1]), (self.v_banks[part.v[0]], part.v[1])):
+                bank.lengths[start : start + part.heads] = part.slots
         self._used = max(b.used for b in self.k_banks)
         old, new = self.hidden[:, : self._used], self.hidden[:, self.slots + self._begin : self.slots + self.cursor]
         self._old_hidden, self._new_hidden = bool(old.any()), bool(new.any())
@@ -696,7 +698,8 @@ class Strands:
         """softmax(logits) without what is hidden, in float32 where its sums are wanted."""
         used, first = self._used, self.slots + self._begin
         if fast:
-            compiled.softmax(logits, self._arrays("hidden", self.hidden)[0], used, first - used)
+            gone = self._arrays("hidden", self.hidden)[0]
+            compiled.softmax(logits, gone, self._lengths, used, first - used, self.mass is not None)
             return logits
         if self._old_hidden:
             logits[:, :, :used].masked_fill_(self.hidden[:, None, :used], -torch.inf)
@@ -723,7 +726,7 @@ class Strands:
         begin, end = self._begin, self.cursor
         side, tail = ("k", self.k_tail) if verb == "score" else ("v", self.v_tail)
         products = len(tail) * (end - begin) * self.dim * rows
-        args = *self._arrays(side, tail), begin, end, self._used
+        args = *self._arrays(side, tail), begin, self._used, np.full(len(tail), end)
         compiled.call(f"{verb}_floats", x, *args, at=self._all, products=products, out=out)
 
     def _hide(self, logits: Tensor, start: int, p: int, window: int | None) -> None:

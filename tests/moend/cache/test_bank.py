@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +34,7 @@ def filled(kind, per: str, group: int, x: torch.Tensor, spare: int, names: list[
         piece = quantise_k(x, bits, group) if per == "channel" else quantise_v(x, bits, group)
         bank.write(0, 0, piece)
         held = piece.dequantise()
-    bank.used = m
+    bank.lengths[:] = m
     return bank, held
 
 
@@ -130,9 +131,10 @@ def test_no_array_keeps_a_replaced_tensor():
 def test_compiled_code_is_kept_nowhere_where_it_cannot_be(tmp_path):
     """Without a folder that can be written to, a process compiles for itself, and leaves nothing."""
     code = (
-        "import os, torch; from pathlib import Path; from moend.cache import compiled\n"
+        "import os, torch, numpy as np; from pathlib import Path; from moend.cache import compiled\n"
         "compiled.keep_in(Path('/proc/nowhere')); x = torch.ones(1, 1, 3)\n"
-        "compiled.softmax(x, torch.zeros(1, 3, dtype=torch.bool).numpy(), 0, 0); print(x.sum().item())\n"
+        "compiled.softmax(x, torch.zeros(1, 3, dtype=torch.bool).numpy(), np.zeros(1, int), 0, 0, False)\n"
+        "print(x.sum().item())\n"
         "print(os.environ['NUMBA_CACHE_DIR'])"
     )
     plain = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
@@ -155,14 +157,18 @@ def test_compiled_code_is_kept_nowhere_where_it_cannot_be(tmp_path):
 def test_softmax_without_what_is_hidden(used, columns, gap, spread, threads):
     """Against torch's, whatever the range of the logits; what is hidden gets exactly nothing."""
     strands, rows, n = 3, 4, used + columns
+    lengths = np.array([used, used // 2, 0])
     logits = torch.randn(strands, rows, n) * spread
     hidden = torch.rand(strands, n + gap + 3) < 0.3
     seen = torch.cat([hidden[:, :used], hidden[:, used + gap : used + gap + columns]], dim=1)
     seen[:, -1] = hidden[:, used + gap + columns - 1] = False
+    for strand, length in enumerate(lengths):
+        seen[strand, length:used] = True
+        logits[strand, :, length:used] = torch.nan  # nothing is held there
     right = logits.masked_fill(seen[:, None], -torch.inf).softmax(-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "WORK", 1)
         patch.setattr(torch, "get_num_threads", lambda: threads)
-        compiled.softmax(logits, hidden.numpy(), used, gap)
+        compiled.softmax(logits, hidden.numpy(), lengths, used, gap, True)
     assert (logits - right).abs().max() < 1e-6
     assert (logits[seen[:, None].expand_as(logits)] == 0).all()
