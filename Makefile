@@ -13,7 +13,7 @@ quickstart: $(VENV)/.installed
 
 # The cluster tests bring up a Slurm that wants the machine for itself
 test: lint
-	$(PY) -m pytest -n auto --maxprocesses 4 -m "not slurm"
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slurm"
 	$(PY) -m pytest -m slurm
 
 lint: $(VENV)/.dev

@@ -24,8 +24,8 @@ METHODS = {
     "2d_uniform": (SKY, "v"),
     "2d": (BLUE, "^"),
     "2d_hetero": (RED, "D"),
-    "2d_hetero_head": (ORANGE, "D"),
     "ripple_2d": (PURPLE, "p"),
+    "ripple_2d_head": (ORANGE, "p"),
     "SnapKV": (GREEN, "P"),
     "StreamingLLM": (ORANGE, "X"),
     "H2O": (SKY, "<"),
@@ -36,7 +36,7 @@ METHODS = {
     "MoEZip": (BLUE, "*"),
     "Random": (GREY, "*"),
 }
-SOLID = {"full", "1d", "2d_uniform", "2d", "2d_hetero", "2d_hetero_head", "ripple_2d"}
+SOLID = {"full", "1d", "2d_uniform", "2d", "2d_hetero", "ripple_2d", "ripple_2d_head"}
 _OTHERS = [(c, m) for m in "H8^vosD" for c in (GREEN, PURPLE, ORANGE, RED, BLUE, SKY)]
 SETTINGS: dict[str, Any] = {
     "font.size": 9,
