@@ -62,13 +62,19 @@ def ratios(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name in ("calibration", "profile", "damage"):
         for kind, ratio in data.get(name, {}).get("ratio", {}).items():
             yield f"{name} {kind}, over a forward pass", ratio
-    for kind, found in data.get("solver", {}).items():
-        for solver, x in found.items():
-            yield f"solver {kind} {solver}, ms", x["ms_median"]
+    for kind, solver, x in _solvers(data):
+        yield f"solver {kind} {solver}, ms", x["ms_median"]
     if "planning" in data:
         yield "planning 200 cells, s", data["planning"]["plan"]
     if "report" in data:
         yield f"report of {data['report']['cells']} cells, s", data["report"]["compared"] + data["report"]["write"]
+
+
+def _solvers(data: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(kind of bytes, solver, its figures)."""
+    for kind, found in data.get("solver", {}).items():
+        if isinstance(found, dict):
+            yield from ((kind, name, x) for name, x in found.items())
 
 
 def remember(folder: Path, names: Sequence[str]) -> None:
@@ -115,8 +121,7 @@ def write(folder: Path, page: Path) -> None:
     if "solver" in data:
         rows = [
             [kind, name, f"{x['ms_median']:g}", f"{x['ms_max']:g}", f"{x['excess_max']:.2%}"]
-            for kind, found in data["solver"].items()
-            for name, x in found.items()
+            for kind, name, x in _solvers(data)
         ]
         lines += ["## Solver", "", "28 layers, 54 configurations, in one thread:", ""]
         lines += table(["bytes", "solver", "ms, median", "ms, worst", "above the optimum, worst"], rows)

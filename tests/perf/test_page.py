@@ -29,6 +29,8 @@ def measured(folder: Path) -> dict[str, Any]:
     (folder / "decode.json").write_text(json.dumps(decode))
     report = {"cells": 500, "examples": 50, "compared": 2.0, "write": 40.5, "cpu": 42.0, "files": 9, "page_mib": 3.1}
     (folder / "report.json").write_text(json.dumps(report))
+    figures = {"ms_median": 1.5, "ms_max": 3.0, "gap_max": 0.0, "excess_mean": 0.001, "excess_max": 0.02}
+    (folder / "solver.json").write_text(json.dumps({"layers": 28, "eq1": {"greedy": figures}}))
     return {"decode": decode, "report": report}
 
 
@@ -39,6 +41,7 @@ def test_aims_are_judged_and_what_is_missing_is_named(tmp_path: Path, monkeypatc
     text = (tmp_path / "performance.md").read_text()
     lines = [x for x in text.splitlines() if x.startswith("| float32 |")]
     assert [x.rsplit("|", 2)[1].strip() for x in lines] == ["met", "missed; the floor alone allows 1", "met"]
+    assert "| eq1 | greedy | 1.5 | 3 | 2.00% |" in text
     assert "The report of 500 cells x 50 samples: 42.5 s" in text
     assert "Not measured: fused, memory," in text and "## History" not in text
     assert (tmp_path / "figures" / "decode.png").stat().st_size > 5000
