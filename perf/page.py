@@ -247,8 +247,9 @@ def _memory(data: dict[str, Any], page: Path) -> list[str]:
         "## Memory by the system's account",
         "",
         "High-water mark while decoding above the process without a cache, a fresh process per point; `seen` is the "
-        "fall against DynamicCache that the system sees, of the fall that is claimed (aim: 90 %). Both sides reach about "
-        "twice what they hold: DynamicCache copies a layer to append to it, ours lays rows side by side at the first step.",
+        "fall against DynamicCache that the system sees, of the fall that is claimed (aim: 90 %). Both sides reach "
+        "about twice what they hold: DynamicCache copies a layer to append to it, ours lays rows side by side at the "
+        "first step.",
         "",
         "![MiB by the system and claimed](figures/memory.png)",
         "",
