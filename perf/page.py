@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf.kvpress_page import table
+from pipelines.figures import style
+
 # (dtype, cell, least ratio to DynamicCache's steps at 8k)
 AIMS = (
     ("float32", "SnapKV 10 %", 2.2),
@@ -26,12 +29,7 @@ NAMES = (
 HISTORY = Path(__file__).with_name("history.jsonl")
 LINES = 12  # of the history on the page
 DRAWN = ("DynamicCache sdpa", "full", "K8/V4", "SnapKV 10 %", "2d_hetero 1/14", "floor")
-INK = dict(zip(DRAWN, ("#777777", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#bbbbbb"), strict=True))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return ["| " + " | ".join(r) + " |" for r in (head, ["---"] * len(head), *rows)] + [""]
+INK = dict(zip(DRAWN, (style.GREY, style.BLUE, style.RED, style.GREEN, style.PURPLE, "#BBBBBB"), strict=True))
 
 
 def span(x: dict[str, float]) -> str:
@@ -124,7 +122,7 @@ def write(folder: Path, page: Path) -> None:
             for kind, name, x in _solvers(data)
         ]
         lines += ["## Solver", "", "28 layers, 54 configurations, in one thread:", ""]
-        lines += table(["bytes", "solver", "ms, median", "ms, worst", "above the optimum, worst"], rows)
+        lines += [table(["bytes", "solver", "ms, median", "ms, worst", "above the optimum, worst"], rows)]
     if "planning" in data or "report" in data:
         lines += ["## Around a sweep", ""]
     if x := data.get("planning"):
@@ -152,7 +150,7 @@ def _calibrations(data: dict[str, Any]) -> list[str]:
         return []
     text = "Over one plain forward pass on the same tokens: the sensitivity table (`calibration`), RippleKV's profile, "
     text += "the damage tables of ripple_2d and ripple_2d_head."
-    return ["## Calibration", "", text, "", *table(["", "", "forward passes"], rows)]
+    return ["## Calibration", "", text, "", table(["", "", "forward passes"], rows)]
 
 
 def _history() -> list[str]:
@@ -163,7 +161,7 @@ def _history() -> list[str]:
     figures = dict.fromkeys(name for e in entries for name in e["ratios"])
     head = ["", *(f"{e['date']} {e['commit'] or ''}".strip() for e in entries)]
     rows = [[name, *(f"{e['ratios'][name]:g}" if name in e["ratios"] else "" for e in entries)] for name in figures]
-    return ["## History", "", "One column a run, from `perf/history.jsonl`.", "", *table(head, rows)]
+    return ["## History", "", "One column a run, from `perf/history.jsonl`.", "", table(head, rows)]
 
 
 def _processor() -> str:
@@ -187,7 +185,7 @@ def _decode(data: dict[str, Any], page: Path) -> list[str]:
             row = [dtype, cell, f">= {least:g}", span(got), span(eager), span(own) if own else "", held, verdict]
             rows.append(row)
     head = ["dtype", "cell", f"aim at {longest}", "times DynamicCache, sdpa", "eager", "times own full", "bytes", ""]
-    lines += table(head, rows)
+    lines += [table(head, rows)]
     for dtype in present:
         lengths = sorted(data[dtype], key=int)
         names = list(data[dtype][lengths[-1]]["ms"])
@@ -195,7 +193,7 @@ def _decode(data: dict[str, Any], page: Path) -> list[str]:
             [n, *(span(data[dtype][t]["ms"][n]) if n in data[dtype][t]["ms"] else "" for t in lengths)] for n in names
         ]
         lines += [f"Milliseconds per token, {dtype}, load {data['load']:.1f}, {data['rounds']} rounds:", ""]
-        lines += table(["", *lengths], rows)
+        lines += [table(["", *lengths], rows)]
         skipped = {k: v for t in lengths for k, v in data[dtype][t]["skipped"].items()}
         lines += [f"Left out: {k} ({v})." for k, v in skipped.items()] + [""]
     _draw_decode(data, present, page)
@@ -203,8 +201,7 @@ def _decode(data: dict[str, Any], page: Path) -> list[str]:
 
 
 def _draw_decode(data: dict[str, Any], present: Sequence[str], page: Path) -> None:
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, len(present), figsize=(5 * len(present), 3.4), squeeze=False)
+    figure, axes = style.plt.subplots(1, len(present), figsize=(5 * len(present), 3.4), squeeze=False)
     for axis, dtype in zip(axes[0], present, strict=True):
         lengths = sorted(data[dtype], key=int)
         for name in DRAWN:
@@ -238,7 +235,7 @@ def _fused(data: dict[str, Any]) -> list[str]:
                 ]
             )
     head = ["dtype", "entries", "ms, mean of one", "ms, all", "tokens per second of all over one (aim 7)"]
-    lines += table([*head, "if attention were free", "model's share of the step"], rows)
+    lines += [table([*head, "if attention were free", "model's share of the step"], rows)]
     return lines
 
 
@@ -247,9 +244,9 @@ def _memory(data: dict[str, Any], page: Path) -> list[str]:
         "## Memory by the system's account",
         "",
         "High-water mark while decoding above the process without a cache, a fresh process per point; `seen` is the "
-        "fall against DynamicCache that the system sees, of the fall that is claimed (aim: 90 %). Both sides reach "
-        "about twice what they hold: DynamicCache copies a layer to append to it, ours lays rows side by side at the "
-        "first step.",
+        "fall against DynamicCache that the system sees, of the fall that is claimed (aim: 90 %). Both sides rise "
+        "above what they hold, which makes shares above 100 %: freed memory stays with the process until it is given "
+        "back (`perf.decode.release`).",
         "",
         "![MiB by the system and claimed](figures/memory.png)",
         "",
@@ -260,16 +257,19 @@ def _memory(data: dict[str, Any], page: Path) -> list[str]:
              f"{p['seen_of_claimed_fall']:.1%}" if "seen_of_claimed_fall" in p else ""]
             for n, p in points.items()
         ]  # fmt: skip
-        lines += [f"{at}, MiB:", "", *table(["", "system", "held", "allocated", "seen"], rows)]
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, len(data), figsize=(5 * len(data), 3.4), squeeze=False)
+        lines += [f"{at}, MiB:", "", table(["", "system", "held", "allocated", "seen"], rows)]
+    figure, axes = style.plt.subplots(1, len(data), figsize=(5 * len(data), 3.4), squeeze=False)
     for axis, (at, points) in zip(axes[0], data.items(), strict=True):
         ys = range(len(points))
         axis.barh(
-            [y - 0.2 for y in ys], [p["system"] / 2**20 for p in points.values()], 0.4, label="system", color="#0072b2"
+            [y - 0.2 for y in ys], [p["system"] / 2**20 for p in points.values()], 0.4, label="system", color=style.BLUE
         )
         axis.barh(
-            [y + 0.2 for y in ys], [p["claimed"] / 2**20 for p in points.values()], 0.4, label="held", color="#e69f00"
+            [y + 0.2 for y in ys],
+            [p["claimed"] / 2**20 for p in points.values()],
+            0.4,
+            label="held",
+            color=style.ORANGE,
         )
         axis.set(title=at, xlabel="MiB", yticks=list(ys), yticklabels=list(points))
         axis.tick_params(labelsize=7)
@@ -287,18 +287,13 @@ def _prefill(data: dict[str, Any]) -> list[str]:
         f"{data['tokens']} tokens, scoring, selecting and packing included, over a plain prefill:",
         "",
     ]
-    lines += table(["", "ratio"], [[k, f"{v:g}"] for k, v in ratio.items()])
-    lines += ["Peak memory of a prefill above the loaded model, MiB:", ""]
-    return lines + table(["", "MiB"], [[k, f"{v:g}"] for k, v in data["peak_mib"].items()])
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    lines += [table(["", "ratio"], [[k, f"{v:g}"] for k, v in ratio.items()])]
+    return [
+        *lines,
+        "Peak memory of a prefill above the loaded model, MiB:",
+        "",
+        table(["", "MiB"], [[k, f"{v:g}"] for k, v in data["peak_mib"].items()]),
+    ]
 
 
 def _save(figure: Any, page: Path, name: str) -> None:
@@ -306,4 +301,4 @@ def _save(figure: Any, page: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(folder / f"{name}.png", dpi=120)
-    _pyplot().close(figure)
+    style.plt.close(figure)

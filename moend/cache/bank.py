@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,12 +49,11 @@ class Bank:
         straight = strands == list(range(first, first + len(strands)))
         self.at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
         self._names, self._arrays = np.array(strands), compiled.Arrays()
-        self.lengths = np.full(len(strands), self.slots)
+        self.fill(np.full(len(strands), self.slots))
 
-    @property
-    def used(self) -> int:
-        """Slots in use by any strand; `lengths` has each one's."""
-        return int(self.lengths.max())
+    def fill(self, lengths: npt.NDArray[np.int64]) -> None:
+        """How many slots each strand uses; `used`: the most, `held`: all together."""
+        self.lengths, self.used, self.held = lengths, int(lengths.max()), int(lengths.sum())
 
     @property
     def slots(self) -> int:
@@ -151,7 +151,7 @@ class Bank:
         else:
             step, zero = self._arrays("step", self.step)[0], self._arrays("zero", self.zero)[0]
             args = entries, step, zero, self.bits, self.group
-        products = int(self.lengths.sum()) * self.dim * rows
+        products = self.held * self.dim * rows
         name = f"{verb}_{'floats' if self.bits == 16 else 'codes'}"
         compiled.call(name, x, *args, self.lengths, at=self._names, products=products, out=out)
 

@@ -485,16 +485,14 @@ class Strands:
         self._begin = self.cursor
         self._reindexed = [p for p in self.parts if p.schedule.reindex is not None]
         self._lengths = np.zeros(len(self._all), dtype=np.int64)  # slots of each strand
-        for bank in (*self.k_banks, *self.v_banks):
-            bank.lengths[:] = 0
         for part in self.parts:
             if part.touch(self.clock).full:
                 self._full = self.clock
             self._due = min(self._due, self.clock + part.room())
             self._begin = min(self._begin, self.cursor - part.tail)
             self._lengths[part.strands] = part.slots
-            for bank, start in ((self.k_banks[part.k[0]], part.k[1]), (self.v_banks[part.v[0]], part.v[1])):
-                bank.lengths[start : start + part.heads] = part.slots
+        for bank in (*self.k_banks, *self.v_banks):
+            bank.fill(self._lengths[bank.strands])
         self._used = max(b.used for b in self.k_banks)
         old, new = self.hidden[:, : self._used], self.hidden[:, self.slots + self._begin : self.slots + self.cursor]
         self._old_hidden, self._new_hidden = bool(old.any()), bool(new.any())

@@ -34,7 +34,7 @@ def filled(kind, per: str, group: int, x: torch.Tensor, spare: int, names: list[
         piece = quantise_k(x, bits, group) if per == "channel" else quantise_v(x, bits, group)
         bank.write(0, 0, piece)
         held = piece.dequantise()
-    bank.lengths[:] = m
+    bank.fill(np.full(len(names), m))
     return bank, held
 
 
