@@ -1,11 +1,12 @@
-"""All measurements of perf/ one after the other: `python -m perf`, with docs/performance.md and its figures at the end.
+"""All measurements of perf/ one after the other: `python -m perf`, with a page of tables and figures at the end.
 
-    OMP_NUM_THREADS=1 python -m perf [--only decode memory] [--out outputs/perf] [--page docs/performance.md] [--quick]
+    OMP_NUM_THREADS=1 python -m perf [--only decode memory] [--out outputs/perf] [--publish] [--quick]
 
 Each program runs in a process of its own and its JSON goes to OUT/<name>.json; one that fails is named, its last line
-shown, and the others go on (exit code 1). What was measured is added to the history beside this file, as one line of
-ratios; --quick, for trying out, takes the shortest lengths and one round and leaves the history alone. `--draw` only
-makes the page anew from what lies there. On a quiet machine all of it takes about an hour.
+shown, and the others go on (exit code 1). The page is OUT/performance.md, of all that lies there. --publish writes
+docs/performance.md and its figures instead, and adds what was measured, one line of ratios, to the history beside this
+file. --quick, for trying out, takes the shortest lengths and one round, and is never published. --draw measures nothing
+and makes the page anew. On a quiet machine all of it takes about an hour.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--out", type=Path, default=Path("outputs/perf"))
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"))
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--publish", action="store_true", help="the page goes to docs/, the ratios into the history")
+    parser.add_argument("--quick", action="store_true", help="try out: short lengths, one round")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
+    if args.publish and args.quick:
+        parser.error("--quick is for trying out: it is not published")
     args.out.mkdir(parents=True, exist_ok=True)
     failed, done_now = 0, []
     for name in [] if args.draw else args.only:
@@ -66,9 +69,11 @@ def main() -> int:
         (args.out / f"{name}.json").write_text(done.stdout)
         done_now.append(name)
         print(f"{name}: {seconds:.0f} s", file=sys.stderr)
-    if done_now and not args.quick:
+    if done_now and args.publish:
         remember(args.out, done_now)
-    write(args.out, args.page)
+    page = Path("docs/performance.md") if args.publish else args.out / "performance.md"
+    write(args.out, page)
+    print(f"page: {page}", file=sys.stderr)
     return min(failed, 1)
 
 

@@ -85,14 +85,14 @@ def remember(folder: Path, names: Sequence[str]) -> None:
 
 
 def write(folder: Path, page: Path) -> None:
-    """docs/performance.md and its figures from the JSON files there are; what is missing is named."""
+    """The page and its figures from the JSON files there are; what is missing is named."""
     data = read(folder)
     lines = [
         "# Performance",
         "",
-        "Made by `OMP_NUM_THREADS=1 python -m perf` (SmolLM2-135M, one CPU thread). Times are CPU milliseconds per new "
-        "token; ratios are formed within rounds in which all caches take turns: median (lowest to highest round). "
-        "`floor` is a step with two entries: what the model costs without a cache. Measured on: "
+        "Made by `OMP_NUM_THREADS=1 python -m perf --publish` (SmolLM2-135M, one CPU thread). Times are CPU "
+        "milliseconds per new token; ratios are formed within rounds in which all caches take turns: median (lowest "
+        "to highest round). `floor` is a step with two entries: what the model costs without a cache. Measured on: "
         f"{_processor()}. Against kvpress: [comparison](comparison.md); on large models: [scaling](scaling.md).",
         "",
     ]

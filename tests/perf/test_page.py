@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perf import __main__ as program
 from perf import page
 
 
@@ -60,3 +62,19 @@ def test_the_history_grows_by_what_was_measured(tmp_path: Path, monkeypatch: pyt
     text = (tmp_path / "performance.md").read_text()
     assert "| report of 500 cells, s | 42.5 | 42.5 |" in text
     assert "| decode float32 SnapKV 10 %, times DynamicCache |  | 2.3 |" in text
+
+
+def test_trying_out_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history, published = page.HISTORY.read_bytes(), Path("docs/performance.md").read_bytes()
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["perf", "--only", "solver", "--quick", "--out", str(out)])
+    assert program.main() == 0
+    assert f"page: {out / 'performance.md'}" in capsys.readouterr().err
+    assert "| eq1 | exact |" in (out / "performance.md").read_text()
+    assert (page.HISTORY.read_bytes(), Path("docs/performance.md").read_bytes()) == (history, published)
+    monkeypatch.setattr(sys, "argv", ["perf", "--quick", "--publish"])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "it is not published" in capsys.readouterr().err
