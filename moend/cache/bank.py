@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,12 +45,12 @@ class Bank:
         first = strands[0]
         straight = strands == list(range(first, first + len(strands)))
         self.at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
-        self._names, self._arrays = np.array(strands), compiled.Arrays()
-        self.fill(np.full(len(strands), self.slots))
+        self._names = torch.tensor(strands)
+        self.fill(torch.full((len(strands),), self.slots))
 
-    def fill(self, lengths: npt.NDArray[np.int64]) -> None:
-        """How many slots each strand uses; `used`: the most, `held`: all together."""
-        self.lengths, self.used, self.held = lengths, int(lengths.max()), int(lengths.sum())
+    def fill(self, lengths: Tensor) -> None:
+        """How many slots each strand uses, int64 (s,); `used`: the most."""
+        self.lengths, self.used = lengths, int(lengths.max())
 
     @property
     def slots(self) -> int:
@@ -90,14 +87,12 @@ class Bank:
             more = more // self.group if self.per == "channel" else more
             self.step, self.zero = _longer(self.step, more), _longer(self.zero, more)
         self._shared = False
-        self._arrays.forget()
 
     def write(self, start: int, slot: int, piece: Packed | Tensor) -> None:
         """Entries of neighbouring strands from `start` on, into the slots from `slot` on (K: whole groups)."""
         if self._shared:
             self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
             self._shared = False
-            self._arrays.forget()
         codes = piece.codes if isinstance(piece, Packed) else piece
         rows = slice(start, start + codes.shape[0])
         self.x[rows, slot : slot + codes.shape[1]] = codes
@@ -122,7 +117,7 @@ class Bank:
     def score(self, query: Tensor, logits: Tensor) -> None:
         """q . k of query (S, R, d), all strands there are, into its strands' rows of logits (S, R, >= used)."""
         if self._compiled(query):
-            self._call("score", query, query.shape[1], logits)
+            compiled.score(query, self._entries(), logits)
             return
         mine = query[self.at]
         parts = [torch.bmm(mine[rows], self._numbers(rows, query.dtype).mT) for rows in self._blocks(query.dtype)]
@@ -131,7 +126,7 @@ class Bank:
     def mix(self, probs: Tensor, out: Tensor) -> None:
         """Add the values weighted by probs (S, R, >= used) to its strands' rows of out (S, R, d)."""
         if self._compiled(out):
-            self._call("mix", probs, out.shape[1], out)
+            compiled.mix(probs, self._entries(), out)
             return
         mine = probs[self.at, :, : self.used].to(out.dtype)
         if isinstance(self.at, slice):
@@ -144,16 +139,8 @@ class Bank:
     def _compiled(self, x: Tensor) -> bool:
         return x.dtype == torch.float32 and compiled.usable(x.device, x.shape[1])
 
-    def _call(self, verb: str, x: Tensor, rows: int, out: Tensor) -> None:
-        entries, kind = self._arrays("x", self.x)
-        if self.bits == 16:
-            args: tuple[Any, ...] = entries, kind, 0, 0
-        else:
-            step, zero = self._arrays("step", self.step)[0], self._arrays("zero", self.zero)[0]
-            args = entries, step, zero, self.bits, self.group
-        products = self.held * self.dim * rows
-        name = f"{verb}_{'floats' if self.bits == 16 else 'codes'}"
-        compiled.call(name, x, *args, self.lengths, at=self._names, products=products, out=out)
+    def _entries(self) -> compiled.Entries:
+        return compiled.Entries(self.x, self.step, self.zero, self.bits, self.group, self.lengths, self._names)
 
     def _blocks(self, dtype: torch.dtype) -> list[slice]:
         """Strands whose codes become numbers together: all where nothing has to."""

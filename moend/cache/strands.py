@@ -203,7 +203,7 @@ class Strands:
         self.hidden[:, self.slots + self.cursor :] = False
         self.mass = torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
         self.queries: Tensor | None = None  # (S, G, w, d): the last w queries, right-aligned, where any part asks
-        self._all, self._arrays = np.arange(total), compiled.Arrays()
+        self._all = torch.arange(total)
         for part, row in zip(self.parts, flat, strict=True):
             self._lay(part, row)
             if row.queries is not None:
@@ -388,7 +388,7 @@ class Strands:
         twin = copy.copy(self)
         order = list(sequences)
         twin.sequences, twin.parts = len(order), []
-        twin._all, twin._arrays = np.arange(len(order) * self.heads), compiled.Arrays()
+        twin._all = torch.arange(len(order) * self.heads)
         for name in ("base", "one", "_area"):
             setattr(twin, name, getattr(self, name)[order])
         twin._spans = [(begin, base[order], one[order]) for begin, base, one in self._spans]
@@ -484,7 +484,7 @@ class Strands:
         self._ahead = max(p.seen - p.clock for p in self.parts)
         self._begin = self.cursor
         self._reindexed = [p for p in self.parts if p.schedule.reindex is not None]
-        self._lengths = np.zeros(len(self._all), dtype=np.int64)  # slots of each strand
+        self._lengths = torch.zeros_like(self._all)  # slots of each strand
         for part in self.parts:
             if part.touch(self.clock).full:
                 self._full = self.clock
@@ -551,7 +551,6 @@ class Strands:
         if (more := max(b.slots for b in banks) - self.slots) > 0:
             unused = self.hidden.new_ones(self.hidden.shape[0], more)
             self.hidden = torch.cat([self.hidden[:, : self.slots], unused, self.hidden[:, self.slots :]], dim=1)
-            self._arrays.forget()
             if self.mass is not None:
                 parts = self.mass[:, : self.slots], self.mass.new_zeros(unused.shape), self.mass[:, self.slots :]
                 self.mass = torch.cat(parts, dim=1)
@@ -569,7 +568,6 @@ class Strands:
         hidden = self.hidden[:, self.slots + begin : self.slots + self.cursor]
         free = hidden.new_zeros(hidden.shape[0], spare)
         self.hidden = torch.cat([self.hidden[:, : self.slots], hidden, free], dim=1)
-        self._arrays.forget()
         if self.mass is not None:
             sums = self.mass[:, self.slots + begin : self.slots + self.cursor]
             self.mass = torch.cat([self.mass[:, : self.slots], sums, self.mass.new_zeros(free.shape)], dim=1)
@@ -683,7 +681,7 @@ class Strands:
         """Scaled queries (S, R, d) times all keys: (S, R, used slots + columns); unused slots are arbitrary."""
         logits = flat.new_empty(*flat.shape[:2], self._used + self.cursor - self._begin)
         if fast:
-            self._tail("score", flat, flat.shape[1], logits)
+            compiled.score(flat, self._newest(self.k_tail), logits)
         else:
             keys = self.k_tail[:, self._begin : self.cursor].to(flat.dtype)
             logits[:, :, self._used :] = torch.bmm(flat, keys.mT)
@@ -696,8 +694,7 @@ class Strands:
         """softmax(logits) without what is hidden, in float32 where its sums are wanted."""
         used, first = self._used, self.slots + self._begin
         if fast:
-            gone = self._arrays("hidden", self.hidden)[0]
-            compiled.softmax(logits, gone, self._lengths, used, first - used, self.mass is not None)
+            compiled.softmax(logits, self.hidden, self._lengths, used, first - used, self.mass is not None)
             return logits
         if self._old_hidden:
             logits[:, :, :used].masked_fill_(self.hidden[:, None, :used], -torch.inf)
@@ -710,7 +707,7 @@ class Strands:
         """All values weighted by probs (S, R, n): (S, R, d)."""
         if fast:
             mixed = torch.zeros_like(flat)
-            self._tail("mix", probs, flat.shape[1], mixed)
+            compiled.mix(probs, self._newest(self.v_tail), mixed)
         else:
             values = self.v_tail[:, self._begin : self.cursor].to(flat.dtype)
             mixed = torch.bmm(probs[:, :, self._used :].to(flat.dtype), values)
@@ -719,13 +716,10 @@ class Strands:
                 bank.mix(probs, mixed)
         return mixed
 
-    def _tail(self, verb: str, x: Tensor, rows: int, out: Tensor) -> None:
-        """The tail's part of the logits, or of what comes out."""
-        begin, end = self._begin, self.cursor
-        side, tail = ("k", self.k_tail) if verb == "score" else ("v", self.v_tail)
-        products = len(tail) * (end - begin) * self.dim * rows
-        args = *self._arrays(side, tail), begin, self._used, np.full(len(tail), end)
-        compiled.call(f"{verb}_floats", x, *args, at=self._all, products=products, out=out)
+    def _newest(self, tail: Tensor) -> compiled.Entries:
+        """The tail as compiled code reads it."""
+        none, ends = tail.new_empty(0), torch.full_like(self._all, self.cursor)
+        return compiled.Entries(tail, none, none, 16, 1, ends, self._all, self._begin, self._used)
 
     def _hide(self, logits: Tensor, start: int, p: int, window: int | None) -> None:
         """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, and what left `window`."""
