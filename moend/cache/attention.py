@@ -18,8 +18,9 @@ from moend.errors import UserError
 
 NAME = "moend"
 QUERY_BLOCK = 512  # queries that are masked at a time: bounds the mask to QUERY_BLOCK x T
-BLOCK = 2**21  # attention weights held at a time where they are written out: they stay in a CPU's last cache
-QUERIES = range(16, 65)  # of so many queries at least and at most
+BLOCK = 2**20  # attention weights held at a time where they are written out: they stay in a CPU's last cache
+QUERIES = 16  # of a multiple of so many queries,
+ROWS = 192  # and of no more than so many query heads and queries of one KV head, if that allows it
 
 
 class Attends(Protocol):
@@ -168,7 +169,8 @@ def _blocks(
     """
     (batch, heads, t, _), q = key.shape, query.shape[2]
     rows, group = batch * heads, query.shape[1] // heads
-    wide = torch.float32 if key.device.type == "cpu" else key.dtype
+    cpu = key.device.type == "cpu"
+    wide = torch.float32 if cpu else key.dtype
     grouped = (query.to(wide) * scaling).unflatten(1, (heads, group)).flatten(0, 1)  # (B * H, G, q, d)
     turned = key.to(wide).mT.contiguous().flatten(0, 1)  # (B * H, d, T)
     values = None if value is None else value.flatten(0, 1)
@@ -176,9 +178,12 @@ def _blocks(
     total = key.new_zeros(rows, 1, t if mass else 0, dtype=torch.float32)
     padding = None if padding is None or bool(padding.all()) else padding.bool()
     window = None if window is not None and window >= t else window
-    step = min(max(BLOCK // max(rows * group * t, 1), QUERIES[0]), QUERIES[-1], q)
+    # A thread of a CPU takes one KV head: products over several take a third longer, out of its cache.
+    span = min(torch.get_num_threads(), rows) if cpu else rows
+    step = min(BLOCK // (span * group * t), ROWS // group) // QUERIES * QUERIES
+    step = min(max(step, QUERIES), q)
     # The same memory for all blocks: a fresh one per block costs as much as its softmax.
-    most = rows * group * step * t
+    most = span * group * step * t
     all_logits = turned.new_empty(most)
     all_shares = all_logits if wide == torch.float32 else turned.new_empty(most, dtype=torch.float32)
     at = torch.arange(t, device=key.device)
@@ -186,27 +191,32 @@ def _blocks(
         width = min(step, q - start)
         seen = t - q + start + width  # entries beyond the block's last query are unseen,
         first = 0 if window is None else max(seen - width - window + 1, 0)  # and those before its first one's window
-        shape, size = (rows, group * width, seen - first), rows * group * width * (seen - first)
-        logits, shares = all_logits[:size].view(shape), all_shares[:size].view(shape)
-        torch.bmm(grouped[:, :, start : start + width].flatten(1, 2), turned[:, :, first:seen], out=logits)
         me, there = at[seen - width : seen, None], at[first:seen]
         hidden = there > me if window is None else (there > me) | (me - there >= window)
-        counts = None
-        if padding is not None:  # a padding query sees itself, so that no softmax is empty, and is not counted
-            gone = hidden | (~padding[:, None, first:seen] & (there != me))  # (B, width, n)
-            logits.view(batch, heads, group, width, -1).masked_fill_(gone[:, None, None], -torch.inf)
-            counts = padding[:, None, None, seen - width : seen].expand(-1, heads, group, -1)
-        elif window is not None:
-            logits.view(rows, group, width, -1).masked_fill_(hidden, -torch.inf)
-        else:
-            logits.view(rows, group, width, -1)[..., -width:].masked_fill_(hidden[:, -width:], -torch.inf)
-        torch.softmax(logits, dim=-1, dtype=torch.float32, out=shares)
-        if mass:
-            ones = shares.new_ones(rows, 1, group * width) if counts is None else counts.reshape(rows, 1, -1).float()
-            total[..., first:seen].baddbmm_(ones, shares)
-        if values is not None:
-            mixed = torch.bmm(shares.to(values.dtype), values[:, first:seen])
-            out[:, :, start : start + width] = mixed.view(rows, group, width, -1)
+        for begin in range(0, rows, span):
+            mine = slice(begin, min(begin + span, rows))
+            n = mine.stop - begin
+            shape, size = (n, group * width, seen - first), n * group * width * (seen - first)
+            logits, shares = all_logits[:size].view(shape), all_shares[:size].view(shape)
+            asking = grouped[mine, :, start : start + width].flatten(1, 2)
+            torch.bmm(asking, turned[mine, :, first:seen], out=logits)
+            counts = None
+            if padding is not None:  # a padding query sees itself, so that no softmax is empty, and is not counted
+                real = padding[at.new_tensor(range(begin, mine.stop)) // heads]  # (n, T), of each row's sequence
+                gone = hidden | (~real[:, None, first:seen] & (there != me))  # (n, width, seen - first)
+                logits.view(n, group, width, -1).masked_fill_(gone[:, None], -torch.inf)
+                counts = real[:, None, seen - width : seen].expand(-1, group, -1)
+            elif window is not None:
+                logits.view(n, group, width, -1).masked_fill_(hidden, -torch.inf)
+            else:
+                logits.view(n, group, width, -1)[..., -width:].masked_fill_(hidden[:, -width:], -torch.inf)
+            torch.softmax(logits, dim=-1, dtype=torch.float32, out=shares)
+            if mass:
+                ones = shares.new_ones(n, 1, group * width) if counts is None else counts.reshape(n, 1, -1).float()
+                total[mine, :, first:seen].baddbmm_(ones, shares)
+            if values is not None:
+                mixed = torch.bmm(shares.to(values.dtype), values[mine, first:seen])
+                out[mine, :, start : start + width] = mixed.view(n, group, width, -1)
     if values is not None:
         out = out.view(batch, heads * group, q, -1)
     return out, total.view(batch, heads, total.shape[2])
