@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Bank:
         """like: a tensor of the device and of the dtype that 16-bit entries have."""
         self.bits, self.group, self.per, self.dim = bits, group, per, dim
         self._shared = False
+        self._known: compiled.Entries | None = None  # what there is as compiled code reads it, while that holds
         self.x = (
             like.new_zeros(len(strands), slots, dim) if bits == 16 else _bytes(like, len(strands), slots, dim, bits)
         )
@@ -50,7 +52,7 @@ class Bank:
 
     def fill(self, lengths: Tensor) -> None:
         """How many slots each strand uses, int64 (s,); `used`: the most."""
-        self.lengths, self.used = lengths, int(lengths.max())
+        self.lengths, self.used, self._known = lengths, int(lengths.max()), None
 
     @property
     def slots(self) -> int:
@@ -86,13 +88,13 @@ class Bank:
         if self.bits < 16:
             more = more // self.group if self.per == "channel" else more
             self.step, self.zero = _longer(self.step, more), _longer(self.zero, more)
-        self._shared = False
+        self._shared, self._known = False, None
 
     def write(self, start: int, slot: int, piece: Packed | Tensor) -> None:
         """Entries of neighbouring strands from `start` on, into the slots from `slot` on (K: whole groups)."""
         if self._shared:
             self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
-            self._shared = False
+            self._shared, self._known = False, None
         codes = piece.codes if isinstance(piece, Packed) else piece
         rows = slice(start, start + codes.shape[0])
         self.x[rows, slot : slot + codes.shape[1]] = codes
@@ -140,7 +142,14 @@ class Bank:
         return x.dtype == torch.float32 and compiled.usable(x.device, x.shape[1])
 
     def _entries(self) -> compiled.Entries:
-        return compiled.Entries(self.x, self.step, self.zero, self.bits, self.group, self.lengths, self._names)
+        if self._known is None:
+            scales = self.step, self.zero
+            self._known = compiled.Entries(self.x, *scales, self.bits, self.group, self.lengths, self._names)
+        return self._known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: its tensors lie elsewhere."""
+        return self.__dict__ | {"_known": None}
 
     def _blocks(self, dtype: torch.dtype) -> list[slice]:
         """Strands whose codes become numbers together: all where nothing has to."""

@@ -40,7 +40,7 @@ class Entries:
     """Slots begin ... lengths[i] of x (s, M, numbers or bytes), of the strands `at` of all, with scales if codes.
 
     bits, group, step, zero: as in `moend.cache.bank.Bank`; lengths, at int64 (s,). Slot t is column to + t - begin of
-    logits and probabilities.
+    logits and probabilities. Made once and asked many times: it remembers where its tensors lie.
     """
 
     x: Tensor
@@ -52,6 +52,14 @@ class Entries:
     at: Tensor
     begin: int = 0
     to: int = 0
+
+    def __post_init__(self) -> None:
+        tensors = self.x, self.step, self.zero, self.lengths, self.at
+        _check(tensors)
+        self.places = tuple(t.data_ptr() for t in tensors)
+        codes = self.x.dtype == torch.uint8
+        self.kind: tuple[int | str, int | None] = (self.bits, self.group) if codes else (_KINDS[self.x.dtype], None)
+        self.strands, self.slots = self.x.shape[:2]
 
 
 def score(query: Tensor, keys: Entries, logits: Tensor) -> None:
@@ -70,34 +78,30 @@ def softmax(logits: Tensor, hidden: Tensor, lengths: Tensor, used: int, gap: int
     What is hidden (S, N) gets 0; column j >= used is hidden's j + gap. clear: 0 also for what lies between.
     """
     strands, rows, n = logits.shape
-    _check((logits,), (hidden, lengths))
-    pointers = logits.data_ptr(), hidden.data_ptr(), lengths.data_ptr()
+    _check((logits, hidden, lengths), logits)
+    places = logits.data_ptr(), hidden.data_ptr(), lengths.data_ptr()
     sizes = rows, n, hidden.shape[1], used, gap, int(clear)
-    _in_threads(_softmax(), pointers, sizes, strands, strands * rows * n * 8)
+    _in_threads(_softmax(), places, sizes, strands, strands * rows * n * 8)
 
 
 def _product(verb: Literal["score", "mix"], mine: Tensor, e: Entries, theirs: Tensor, dim: int, wide: int) -> None:
-    _check((mine, theirs), (e.x, e.step, e.zero, e.lengths, e.at))
-    codes = e.x.dtype == torch.uint8
-    kind, group = (e.bits, e.group) if codes else (_KINDS[e.x.dtype], dim)
-    entries = e.x.data_ptr(), e.step.data_ptr(), e.zero.data_ptr(), e.lengths.data_ptr(), e.at.data_ptr()
-    rows, slots, strands = mine.shape[1], e.x.shape[1], e.at.shape[0]
-    asking, answer = mine.data_ptr(), theirs.data_ptr()
+    _check((mine, theirs), mine, theirs)
+    (kind, group), rows, asking, answer = e.kind, mine.shape[1], mine.data_ptr(), theirs.data_ptr()
     passes = -(-rows // TOGETHER)
     for i in range(passes):
         begin, end = rows * i // passes, rows * (i + 1) // passes
-        before = asking + 4 * begin * mine.shape[2], *entries
-        after = slots, e.begin, e.to, rows, wide, answer + 4 * begin * theirs.shape[2]
-        kernel = _kernel(verb, kind, dim, group, end - begin)
-        _in_threads(kernel, before, after, strands, strands * slots * dim * (end - begin))
+        kernel = _kernel(verb, kind, dim, group or dim, end - begin)
+        before = asking + 4 * begin * mine.shape[2], *e.places
+        after = e.slots, e.begin, e.to, rows, wide, answer + 4 * begin * theirs.shape[2]
+        _in_threads(kernel, before, after, e.strands, e.strands * e.slots * dim * (end - begin))
 
 
 _KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def _check(floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def _check(tensors: Sequence[Tensor], *floats: Tensor) -> None:
     """Compiled code reads memory as it is told: nothing may lie otherwise."""
-    for x in (*floats, *others):
+    for x in tensors:
         if not (x.is_contiguous() and x.is_cpu):
             raise ValueError(f"expected numbers in a row, got strides {x.stride()} on {x.device}")
     for x in floats:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -497,6 +497,7 @@ class Strands:
         old, new = self.hidden[:, : self._used], self.hidden[:, self.slots + self._begin : self.slots + self.cursor]
         self._old_hidden, self._new_hidden = bool(old.any()), bool(new.any())
         self._runs: list[kernel.Run] | None = None
+        self._tails: tuple[compiled.Entries, compiled.Entries] | None = None
 
     def _settle(self) -> None:
         """Pack the groups that left the window, evict what is over its cap after beta tokens ("paper")."""
@@ -681,7 +682,7 @@ class Strands:
         """Scaled queries (S, R, d) times all keys: (S, R, used slots + columns); unused slots are arbitrary."""
         logits = flat.new_empty(*flat.shape[:2], self._used + self.cursor - self._begin)
         if fast:
-            compiled.score(flat, self._newest(self.k_tail), logits)
+            compiled.score(flat, self._newest()[0], logits)
         else:
             keys = self.k_tail[:, self._begin : self.cursor].to(flat.dtype)
             logits[:, :, self._used :] = torch.bmm(flat, keys.mT)
@@ -707,7 +708,7 @@ class Strands:
         """All values weighted by probs (S, R, n): (S, R, d)."""
         if fast:
             mixed = torch.zeros_like(flat)
-            compiled.mix(probs, self._newest(self.v_tail), mixed)
+            compiled.mix(probs, self._newest()[1], mixed)
         else:
             values = self.v_tail[:, self._begin : self.cursor].to(flat.dtype)
             mixed = torch.bmm(probs[:, :, self._used :].to(flat.dtype), values)
@@ -716,10 +717,18 @@ class Strands:
                 bank.mix(probs, mixed)
         return mixed
 
-    def _newest(self, tail: Tensor) -> compiled.Entries:
-        """The tail as compiled code reads it."""
-        none, ends = tail.new_empty(0), torch.full_like(self._all, self.cursor)
-        return compiled.Entries(tail, none, none, 16, 1, ends, self._all, self._begin, self._used)
+    def _newest(self) -> tuple[compiled.Entries, compiled.Entries]:
+        """The tail's K and V as compiled code reads them, with one end for all."""
+        if self._tails is None:
+            none, ends = self.k_tail.new_empty(0), torch.empty_like(self._all)
+            rest = none, none, 16, 1, ends, self._all, self._begin, self._used
+            self._tails = compiled.Entries(self.k_tail, *rest), compiled.Entries(self.v_tail, *rest)
+        self._tails[0].lengths.fill_(self.cursor)
+        return self._tails
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: its tensors lie elsewhere."""
+        return self.__dict__ | {"_tails": None}
 
     def _hide(self, logits: Tensor, start: int, p: int, window: int | None) -> None:
         """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, and what left `window`."""
