@@ -31,7 +31,6 @@ class Bank:
         """like: a tensor of the device and of the dtype that 16-bit entries have."""
         self.bits, self.group, self.per, self.dim = bits, group, per, dim
         self._shared = False
-        self._known: compiled.Entries | None = None  # what there is as compiled code reads it, while that holds
         self.x = (
             like.new_zeros(len(strands), slots, dim) if bits == 16 else _bytes(like, len(strands), slots, dim, bits)
         )
@@ -41,6 +40,18 @@ class Bank:
             self.step = like.new_zeros(len(strands), *shape, dtype=torch.float16)
             self.zero = torch.zeros_like(self.step)
         self._place(list(strands))
+
+    @classmethod
+    def of(cls, strands: Sequence[int], piece: Packed | Tensor, bits: int, group: int, per: str, dim: int) -> Bank:
+        """A bank that consists of these entries (s, M, ...) and shares their memory until it is written to."""
+        bank = object.__new__(cls)
+        bank.bits, bank.group, bank.per, bank.dim, bank._shared = bits, group, per, dim, True
+        if isinstance(piece, Packed):
+            bank.x, bank.step, bank.zero = piece.codes, piece.step, piece.zero
+        else:
+            bank.x, bank.step, bank.zero = piece, piece.new_zeros(0), piece.new_zeros(0)
+        bank._place(list(strands))
+        return bank
 
     def _place(self, strands: list[int]) -> None:
         self.strands = strands
@@ -52,7 +63,8 @@ class Bank:
 
     def fill(self, lengths: Tensor) -> None:
         """How many slots each strand uses, int64 (s,); `used`: the most."""
-        self.lengths, self.used, self._known = lengths, int(lengths.max()), None
+        self.lengths, self.used = lengths, int(lengths.max())
+        self._known: compiled.Entries | None = None  # what there is as compiled code reads it, while that holds
 
     @property
     def slots(self) -> int:
@@ -92,10 +104,12 @@ class Bank:
 
     def write(self, start: int, slot: int, piece: Packed | Tensor) -> None:
         """Entries of neighbouring strands from `start` on, into the slots from `slot` on (K: whole groups)."""
+        codes = piece.codes if isinstance(piece, Packed) else piece
+        if codes.data_ptr() == self.x.data_ptr() and codes.shape == self.x.shape:
+            return  # they lie there already (`of`)
         if self._shared:
             self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
             self._shared, self._known = False, None
-        codes = piece.codes if isinstance(piece, Packed) else piece
         rows = slice(start, start + codes.shape[0])
         self.x[rows, slot : slot + codes.shape[1]] = codes
         if isinstance(piece, Packed):

@@ -123,6 +123,19 @@ def _kind(storage: Storage, side: str, dim: int) -> tuple[int, int]:
     return storage.v_bits, v_group(dim, storage.channels)
 
 
+def _piece(row: Row, side: str, slots: int) -> Packed | Tensor | None:
+    """One side of a row's older entries where they fill `slots` in one piece: a bank of their own needs no copy."""
+    bits = row.storage.k_bits if side == "k" else row.storage.v_bits
+    pieces: Sequence[Packed | Tensor]
+    if bits == 16:
+        pieces = [row.k_tail if side == "k" else row.v_tail]
+    else:
+        pieces = row.k_packed if side == "k" else [row.v_packed] if row.v_packed else []
+    held = [p.tensors() if isinstance(p, Packed) else (p,) for p in pieces]
+    whole = len(held) == 1 and held[0][0].shape[1] == slots and all(t.is_contiguous() for t in held[0])
+    return pieces[0] if whole and slots else None
+
+
 def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> list[tuple[tuple[int, int], list[int]]]:
     """Banks of one side as (kind, indices of rows); a row here is (heads, slots, storage)."""
     kinds: dict[tuple[int, int], list[int]] = {}
@@ -230,8 +243,12 @@ class Strands:
                 part = self.parts[i]
                 setattr(part, side, (number, len(strands)))
                 strands += range(part.at, part.at + part.heads)
-            slots = max(self.parts[i].slots for i in members)
-            banks.append(Bank(strands, slots, bits, group, "channel" if side == "k" else "token", like, self.dim))
+            slots, per = max(self.parts[i].slots for i in members), "channel" if side == "k" else "token"
+            piece = _piece(rows[members[0]], side, slots) if len(members) == 1 else None
+            if piece is None:
+                banks.append(Bank(strands, slots, bits, group, per, like, self.dim))
+            else:
+                banks.append(Bank.of(strands, piece, bits, group, per, self.dim))
         return banks
 
     def _lay(self, part: Part, row: Row) -> None:
