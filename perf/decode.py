@@ -3,17 +3,20 @@
     OMP_NUM_THREADS=1 python -m perf.decode [--dtypes float32 bfloat16] [--lengths 1000 2000 4000 8000]
     python -m perf.decode --fused             # 16 distinct cells as one batch against each alone
     python -m perf.decode --memory            # the system's account, one fresh process per point
+    python -m perf.decode --lengths 8000 32000 128000      # where a GPU is found, it is measured
 
 Steps of the embedded model (one sequence, one new token) on caches of `length` entries. The entries are random numbers:
 neither time nor bytes depend on them, and no prefill has to be waited for (perf.prefill measures that). All caches
 take turns, `rounds` times `steps` tokens each, and a ratio is formed within a round, so that a busy machine slows both
-sides; time is CPU time. Ours hold 16-bit entries as runs do by default, in bfloat16, also where the model computes in
-float32; shares of bytes are of DynamicCache, which holds what the model computes in. `floor` is a step with two
-entries: the model's own share, which no cache can go below.
+sides; time is CPU time, or on a GPU the clock's once it has finished. Ours hold 16-bit entries as runs do by default,
+in bfloat16, also where the model computes in float32; shares of bytes are of DynamicCache, which holds what the model
+computes in. `floor` is a step with two entries: the model's own share, which no cache can go below. `bandwidth` is how
+fast this machine reads memory: what is held has to be read at each step.
 
 Memory: each point is a process of its own, which runs the model on two entries first, then makes the cache, lets go of
 what it was made from, resets the system's high-water mark and decodes. What that mark rose above the process before it
-had a cache is the point's memory (VmHWM); `claimed` is what our counters, or the tensors of DynamicCache, say.
+had a cache is the point's memory (VmHWM; on a GPU torch's account of it); `claimed` is what our counters, or the
+tensors of DynamicCache, say.
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ class Bench:
         torch.set_grad_enabled(False)
         self.loaded = models.load(models.spec("smollm2_135m", dtype=dtype), Path.home() / ".cache" / "moend")
         self.model, self.arch, self.dtype = self.loaded.model, self.loaded.arch, getattr(torch, dtype)
-        ids = torch.tensor([models.calibration_ids(self.loaded)])
+        self.device = self.model.device
+        ids = torch.tensor([models.calibration_ids(self.loaded)], device=self.device)
         queries = TrigStatistics.measure(self.model, ids).tensors()
         table = measure(self.model, ids, lattice(extend_lattice(KEEPS)), scorer=scorer("trig"), statistics=queries)
         self.artefacts = {
@@ -96,13 +100,13 @@ class Bench:
         g, a = torch.Generator().manual_seed(length), self.arch
 
         def draw(heads: int, n: int) -> Any:
-            return torch.randn(1, heads, n, a.head_dim, generator=g).to(self.dtype)
+            return torch.randn(1, heads, n, a.head_dim, generator=g).to(self.device, self.dtype)
 
         layers = [
             LayerCapture(draw(a.kv_heads, length), draw(a.kv_heads, length), draw(a.q_heads, min(32, length)))
             for _ in range(a.layers)
         ]
-        return Prefilled(layers, torch.arange(length)[None], None, self.model.config)
+        return Prefilled(layers, torch.arange(length, device=self.device)[None], None, self.model.config)
 
     def cell(self, entries: Any, name: str, budget: str, fields: dict[str, Any], new: int = 256) -> Any:
         """The cache one of our methods keeps."""
@@ -142,7 +146,7 @@ class Bench:
         from moend.cache import attention_of, cache_argument
 
         position, argument = [length], cache_argument(self.model)
-        ids = torch.randint(5, 40000, (rows, 1), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(5, 40000, (rows, 1), generator=torch.Generator().manual_seed(0)).to(self.device)
 
         def run(steps: int) -> None:
             if attention is not None:
@@ -150,7 +154,7 @@ class Bench:
             try:
                 with attention_of(self.model) if attention is None else nullcontext():
                     for _ in range(steps):
-                        at = torch.full((rows, 1), position[0])
+                        at = torch.full((rows, 1), position[0], device=self.device)
                         self.model(input_ids=ids, position_ids=at, use_cache=True, **{argument: cache})
                         position[0] += 1
             finally:
@@ -160,11 +164,28 @@ class Bench:
         return run
 
 
-def cpu(work: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
-    begin = time.process_time()
+def taken(work: Callable[[], object]) -> float:
+    """CPU seconds of one call; where there is a GPU, seconds until it has finished."""
+    import torch
+
+    if not torch.cuda.is_available():
+        begin = time.process_time()
+        work()
+        return time.process_time() - begin
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
     work()
-    return time.process_time() - begin
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def bandwidth(device: Any) -> float:
+    """GB a second that are read from memory, by the sum of a GiB: the best of five."""
+    import torch
+
+    x = torch.ones(2**28, device=device)
+    x.sum()
+    return round(x.nbytes / min(taken(x.sum) for _ in range(5)) / 1e9, 1)
 
 
 def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
@@ -180,11 +201,11 @@ def turns(steppers: dict[str, Callable[[int], None]], rounds: int, steps: int) -
     """Milliseconds per step, by cache and round; the caches take turns."""
     for run in steppers.values():
         run(2)
-    taken: dict[str, list[float]] = {name: [] for name in steppers}
+    ms: dict[str, list[float]] = {name: [] for name in steppers}
     for _ in range(rounds):
         for name, run in steppers.items():
-            taken[name].append(cpu(lambda run=run: run(steps)) / steps * 1e3)  # type: ignore[misc]
-    return taken
+            ms[name].append(taken(lambda run=run: run(steps)) / steps * 1e3)  # type: ignore[misc]
+    return ms
 
 
 def speed(bench: Bench, length: int, names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
@@ -206,17 +227,18 @@ def speed(bench: Bench, length: int, names: Sequence[str], rounds: int, steps: i
         held[name] = cache.resident_bytes()
         steppers[name] = bench.stepper(cache, length)
     del entries
-    taken = turns(steppers, rounds, steps)
+    ms = turns(steppers, rounds, steps)
     whole = bench.arch.full_bytes(length) * bench.dtype.itemsize // 2
 
     def over(base: str) -> dict[str, Any]:
-        return {n: spread([b / x for b, x in zip(taken[base], mine, strict=True)]) for n, mine in taken.items()}
+        return {n: spread([b / x for b, x in zip(ms[base], mine, strict=True)]) for n, mine in ms.items()}
 
     return {
-        "ms": {name: spread(values) for name, values in taken.items()},
+        "ms": {name: spread(values) for name, values in ms.items()},
         "times_dynamic": over(BASE),
         "times_eager": over(EAGER),
-        "times_own_full": over("full") if "full" in taken else {},
+        "times_own_full": over("full") if "full" in ms else {},
+        "held": held,
         "held_of_full": {name: round(n / whole, 4) for name, n in held.items()},
         "skipped": skipped,
     }
@@ -236,36 +258,41 @@ def fused(bench: Bench, length: int, rounds: int, steps: int) -> dict[str, Any]:
     steppers["floor of one"] = bench.stepper(bench.cell(tiny, "full", "100%", {}), 2)
     steppers["floor of all"] = bench.stepper(small, 2, rows=rows)
     del entries
-    taken = turns(steppers, rounds, steps)
-    mean = [statistics.mean(x) for x in zip(*(taken[name] for name in caches), strict=True)]
-    together, one, many = taken["all as one"], taken["floor of one"], taken["floor of all"]
+    ms = turns(steppers, rounds, steps)
+    mean = [statistics.mean(x) for x in zip(*(ms[name] for name in caches), strict=True)]
+    together = ms["all as one"]
     return {
         "cells": list(caches),
+        "held": joined.resident_bytes(),
         "ms_one": spread(mean),
         "ms_all": spread(together),
-        "ms_floor_of_one": spread(one),
-        "ms_floor_of_all": spread(many),
+        "ms_floor_of_one": spread(ms["floor of one"]),
+        "ms_floor_of_all": spread(ms["floor of all"]),
         "ratio": spread([rows * a / b for a, b in zip(mean, together, strict=True)]),
-        # if attention over what is held cost nothing once the rows decode together
-        "ratio_at_most": spread([rows * a / b for a, b in zip(mean, many, strict=True)]),
     }
 
 
 def point(name: str, length: int, dtype: str, steps: int) -> dict[str, int]:
     """Memory of one cache in this fresh process, in bytes: the system's high-water mark, and what is claimed."""
+    import torch
+
     bench = Bench(dtype)
     peer = name in PEERS
     bench.stepper(bench.peer(bench.entries(2), BASE), 2, "sdpa")(3)
     bench.stepper(bench.cell(bench.entries(2), "full", "100%", {}), 2)(3)
     release()
-    before = resident("VmRSS")
+    gpu = torch.cuda if bench.device.type == "cuda" else None
+    before = gpu.memory_allocated() if gpu else resident("VmRSS")
     entries = bench.entries(length)
     cache = bench.peer(entries, BASE) if peer else bench.cell(entries, *CELLS[name])
     del entries
     release()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    if gpu:
+        gpu.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     bench.stepper(cache, length, "sdpa" if peer else None)(steps)
-    peak = resident("VmHWM") - before
+    peak = (gpu.max_memory_allocated() if gpu else resident("VmHWM")) - before
     if peer:
         held = allocated = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     else:
@@ -275,7 +302,11 @@ def point(name: str, length: int, dtype: str, steps: int) -> dict[str, int]:
 
 def release() -> None:
     """Give what is free back to the system, so that its account shows what is held (glibc)."""
+    import torch
+
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -327,8 +358,10 @@ def main() -> None:
         for dtype in args.dtypes:
             bench = Bench(dtype)
             if args.fused:
+                out["bandwidth"] = bandwidth(bench.device)
                 out[dtype] = {str(n): fused(bench, n, args.rounds, args.steps) for n in args.lengths[-1:]}
                 continue
+            out["bandwidth"], out["device"] = bandwidth(bench.device), str(bench.device)
             out[dtype] = {}
             for length in args.lengths:
                 out[dtype][str(length)] = speed(bench, length, args.cells, args.rounds, args.steps)
