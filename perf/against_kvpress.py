@@ -580,8 +580,7 @@ def ours_in_a_process(args: argparse.Namespace) -> int:
 
 def measure(settings: Mapping[str, Any]) -> dict[str, int]:
     """In that process: how far one example of the sweep raises this process above what it held."""
-    from perf.decode import release
-    from perf.prefill import peak_of
+    from perf.meter import peak_of, release
 
     args = argparse.Namespace(**settings)
     ours = make_ours(args)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
 from moend.scoring import scorer
+from perf.meter import taken
 
 TOKENS = 27  # where no text of the model's own is at hand
 
@@ -42,14 +42,6 @@ def random_model() -> Any:
         tie_word_embeddings=True,
     )
     return LlamaForCausalLM(config).eval()
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -89,8 +81,8 @@ def main() -> None:
     ratios: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(args.rounds):
         for name, f in work.items():
-            plain.append(seconds(forward))
-            ratios[name].append(seconds(f) / plain[-1])
+            plain.append(taken(forward))
+            ratios[name].append(taken(f) / plain[-1])
     out = {
         "model": args.model or "random weights",
         "tokens": ids.shape[1],

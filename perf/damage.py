@@ -22,7 +22,7 @@ from moend.calibration.damage import damage_table
 from moend.calibration.sensitivity import Config
 from moend.calibration.sweep import Base
 from moend.methods import method
-from perf.ripple import cpu
+from perf.meter import taken
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     made = m.make_scorer()
     assert made is not None
     base, configs = Base(made, m.n_sink, m.recent), [Config(*c) for c in s.configs]
-    ids = torch.randint(3, model.config.vocab_size, (args.examples, s.prefix + s.window))
+    ids = torch.randint(3, model.config.vocab_size, (args.examples, s.prefix + s.window)).to(loaded.device)
 
     @torch.no_grad()
     def forward(row: torch.Tensor) -> None:
@@ -54,9 +54,9 @@ def main() -> None:
     forward(ids[:1, :64])
     seconds = {"forward": 0.0, "layers": 0.0, "heads": 0.0}
     for row in ids.split(1):  # in turn, so that a busy machine slows all
-        seconds["forward"] += cpu(partial(forward, row))
-        seconds["layers"] += cpu(partial(table, row, False))
-        seconds["heads"] += cpu(partial(table, row, True))
+        seconds["forward"] += taken(partial(forward, row))
+        seconds["layers"] += taken(partial(table, row, False))
+        seconds["heads"] += taken(partial(table, row, True))
     shape = {"layers": loaded.arch.layers, "kv_heads": loaded.arch.kv_heads, "configs": len(configs)}
     told = {
         "model": args.model,

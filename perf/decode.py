@@ -22,20 +22,17 @@ tensors of DynamicCache, say.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from perf.prefill import resident
+from perf.meter import bandwidth, held, peak_of, release, spread, taken
 
 BASE, EAGER = "DynamicCache sdpa", "DynamicCache eager"
 PEERS = (BASE, EAGER, "QuantizedCache quanto 4", "QuantizedCache hqq 4", "floor")
@@ -164,39 +161,6 @@ class Bench:
         return run
 
 
-def taken(work: Callable[[], object]) -> float:
-    """CPU seconds of one call; where there is a GPU, seconds until it has finished."""
-    import torch
-
-    if not torch.cuda.is_available():
-        begin = time.process_time()
-        work()
-        return time.process_time() - begin
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def bandwidth(device: Any) -> float:
-    """GB a second that are read from memory, by the sum of a GiB: the best of five."""
-    import torch
-
-    x = torch.ones(2**28, device=device)
-    x.sum()
-    return round(x.nbytes / min(taken(x.sum) for _ in range(5)) / 1e9, 1)
-
-
-def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
-    """Median, least and most over rounds."""
-    return {
-        "median": round(statistics.median(values), digits),
-        "low": round(min(values), digits),
-        "high": round(max(values), digits),
-    }
-
-
 def turns(steppers: dict[str, Callable[[int], None]], rounds: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds per step, by cache and round; the caches take turns."""
     for run in steppers.values():
@@ -274,40 +238,22 @@ def fused(bench: Bench, length: int, rounds: int, steps: int) -> dict[str, Any]:
 
 def point(name: str, length: int, dtype: str, steps: int) -> dict[str, int]:
     """Memory of one cache in this fresh process, in bytes: the system's high-water mark, and what is claimed."""
-    import torch
-
     bench = Bench(dtype)
     peer = name in PEERS
     bench.stepper(bench.peer(bench.entries(2), BASE), 2, "sdpa")(3)
     bench.stepper(bench.cell(bench.entries(2), "full", "100%", {}), 2)(3)
     release()
-    gpu = torch.cuda if bench.device.type == "cuda" else None
-    before = gpu.memory_allocated() if gpu else resident("VmRSS")
+    before = held()
     entries = bench.entries(length)
     cache = bench.peer(entries, BASE) if peer else bench.cell(entries, *CELLS[name])
     del entries
     release()
-    if gpu:
-        gpu.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    bench.stepper(cache, length, "sdpa" if peer else None)(steps)
-    peak = (gpu.max_memory_allocated() if gpu else resident("VmHWM")) - before
+    peak = peak_of(lambda: bench.stepper(cache, length, "sdpa" if peer else None)(steps), before)
     if peer:
-        held = allocated = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+        claimed = allocated = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     else:
-        held, allocated = cache.resident_bytes(), cache.allocated_bytes()
-    return {"system": peak, "claimed": held, "allocated": allocated}
-
-
-def release() -> None:
-    """Give what is free back to the system, so that its account shows what is held (glibc)."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    ctypes.CDLL(None).malloc_trim(0)
+        claimed, allocated = cache.resident_bytes(), cache.allocated_bytes()
+    return {"system": peak, "claimed": claimed, "allocated": allocated}
 
 
 def memory(lengths: Sequence[int], dtypes: Sequence[str], names: Sequence[str], steps: int) -> dict[str, Any]:

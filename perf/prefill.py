@@ -2,8 +2,8 @@
 
     python -m perf.prefill [--lengths 2048 4096 8192] [--repeats 3] [--threads 1]
 
-Time: median CPU seconds of alternating runs in this process. Memory: the high-water mark of a fresh process per length,
-the loaded model subtracted. Prints JSON.
+Time: median CPU seconds of alternating runs in this process (on a GPU the clock's). Memory: the high-water mark of a
+fresh process per length, the loaded model subtracted. Prints JSON.
 """
 
 from __future__ import annotations
@@ -13,33 +13,12 @@ import json
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf.meter import peak_of, taken
+
 METHODS = ("1d", "2d_uniform", "SnapKV", "H2O")
-
-
-def resident(field: str) -> int:
-    """Bytes of this process by the system's account: VmRSS now, VmHWM at its highest since the last reset."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def peak_of(run: Callable[[], Any]) -> int:
-    """How far one call raises this process's memory above what it held before (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark: loading the model set it higher
-    before = resident("VmRSS")
-    run()
-    return resident("VmHWM") - before
-
-
-def cpu(run: Callable[[], Any]) -> float:
-    """CPU seconds of one call."""
-    begin = time.process_time()
-    run()
-    return time.process_time() - begin
 
 
 class Bench:
@@ -56,14 +35,14 @@ class Bench:
         torch.set_num_threads(threads)
         self.torch = torch
         self.loaded = models.load(models.spec("smollm2_135m"), Path.home() / ".cache" / "moend")
-        ids = torch.tensor([models.calibration_ids(self.loaded)])
+        ids = torch.tensor([models.calibration_ids(self.loaded)], device=self.loaded.device)
         queries = TrigStatistics.measure(self.loaded.model, ids).tensors()
         self.artefacts = {"queries": Artefact("queries", {}, queries, {})}
         self.scaling = attention_scaling(self.loaded.model)
 
     def prompt(self, length: int) -> Any:
         generator = self.torch.Generator().manual_seed(length)
-        return self.torch.randint(100, 40000, (1, length), generator=generator)
+        return self.torch.randint(100, 40000, (1, length), generator=generator).to(self.loaded.device)
 
     def plain(self, ids: Any) -> None:
         """transformers alone: SDPA and its DynamicCache."""
@@ -116,9 +95,9 @@ def main() -> None:
     bench.plain(ids[:, :256])
     times: dict[str, list[float]] = {k: [] for k in ("plain", *METHODS)}
     for _ in range(args.repeats):
-        times["plain"].append(cpu(lambda: bench.plain(ids)))
+        times["plain"].append(taken(lambda: bench.plain(ids)))
         for name in METHODS:
-            times[name].append(cpu(lambda name=name: bench.ours(ids, name)))  # type: ignore[misc]
+            times[name].append(taken(lambda name=name: bench.ours(ids, name)))  # type: ignore[misc]
     median = {k: statistics.median(v) for k, v in times.items()}
     peaks = {
         f"{kind}:{n}": json.loads(
@@ -137,7 +116,7 @@ def main() -> None:
             {
                 "tokens": args.time_at,
                 "threads": args.threads,
-                "cpu_seconds": times,
+                "seconds": times,
                 "ratio_to_plain": {k: round(v / median["plain"], 3) for k, v in median.items()},
                 "peak_mib": {k: round(v / 2**20, 1) for k, v in peaks.items()},
             },

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,7 @@ import torch
 
 from moend.calibration.ripple import Base, Noise, profile
 from moend.scoring import scorer
-
-
-def cpu(work: Callable[[], object]) -> float:
-    """CPU seconds of one call, all threads together."""
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
+from perf.meter import taken
 
 
 def main() -> None:
@@ -49,7 +41,7 @@ def main() -> None:
     layers = loaded.arch.layers
     generator = torch.Generator().manual_seed(0)
     top = model.config.vocab_size
-    ids = torch.randint(3, top, (args.examples, args.prefix + args.window), generator=generator)
+    ids = torch.randint(3, top, (args.examples, args.prefix + args.window), generator=generator).to(loaded.device)
     base = Base(scorer("snapkv"), 0, 32)
 
     @torch.no_grad()
@@ -61,14 +53,14 @@ def main() -> None:
     profile(model, ids[:1, -2 * args.window :], args.window, base)
     seconds = {"forward": 0.0, "profile": 0.0}
     for row in ids.split(1):  # in turn, so that a busy machine slows both
-        seconds["forward"] += cpu(lambda row=row: forward(row))  # type: ignore[misc]
-        seconds["profile"] += cpu(lambda row=row: profile(model, row, args.window, base, noises=(Noise(0.3),)))  # type: ignore[misc]
+        seconds["forward"] += taken(lambda row=row: forward(row))  # type: ignore[misc]
+        seconds["profile"] += taken(lambda row=row: profile(model, row, args.window, base, noises=(Noise(0.3),)))  # type: ignore[misc]
     ratio = {"profile": seconds["profile"] / seconds["forward"]}
     if args.damage:
-        one = cpu(lambda: profile(model, ids[:1], args.window, base, keeps=(0.1, 0.2, 0.3)))
+        one = taken(lambda: profile(model, ids[:1], args.window, base, keeps=(0.1, 0.2, 0.3)))
         ratio["profile and damage at three shares"] = one / seconds["forward"] * args.examples
     if args.naive:
-        one = cpu(lambda: forward(ids[:1].expand(layers + 1, -1)))
+        one = taken(lambda: forward(ids[:1].expand(layers + 1, -1)))
         ratio["naive: a forward pass per layer"] = one / seconds["forward"] * args.examples
     print(
         json.dumps(
