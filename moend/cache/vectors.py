@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -285,6 +286,8 @@ def lanes() -> int:
 
 
 _compiling = threading.Lock()
+# A process that forks while another of its threads compiles would leave the child waiting for ever
+os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release)
 _kept: list[Any] = []  # modules live as long as their functions: for ever
 
 
