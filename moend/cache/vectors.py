@@ -31,6 +31,7 @@ TYPES = {
     "uint16": ir.IntType(16),
     "uint8": ir.IntType(8),
 }
+BYTES = {"float32": 4, "int64": 8, "int32": 4, "uint16": 2, "uint8": 1}
 FLAGS = ("contract", "nsz")
 _writing = threading.local()
 
@@ -69,9 +70,6 @@ class Value:
 
     def __floordiv__(self, other: Value | int) -> Value:
         return self._with(other, "sdiv")
-
-    def __mod__(self, other: Value | int) -> Value:
-        return self._with(other, "srem")
 
     def __truediv__(self, other: Value | float) -> Value:
         return self._with(other, "div")
@@ -207,13 +205,12 @@ class Pointer:
 
     def get(self, lanes: int = 1) -> Value:
         """Its first numbers."""
-        one = TYPES[self.kind].width // 8 if self.kind != "float32" else 4
-        return Value(_builder().load(self.value, align=one, typ=_typed(self.kind, lanes)), self.kind, lanes)
+        loaded = _builder().load(self.value, align=BYTES[self.kind], typ=_typed(self.kind, lanes))
+        return Value(loaded, self.kind, lanes)
 
     def put(self, value: Value) -> None:
         """Write them."""
-        one = TYPES[self.kind].width // 8 if self.kind != "float32" else 4
-        _builder().store(value.value, self.value, align=one)
+        _builder().store(value.value, self.value, align=BYTES[self.kind])
 
 
 class Variable:
