@@ -117,6 +117,14 @@ class Bank:
             self.step[rows, at : at + piece.step.shape[1]] = piece.step
             self.zero[rows, at : at + piece.zero.shape[1]] = piece.zero
 
+    def clear(self, start: int, count: int, begin: int, end: int) -> None:
+        """Zeros in the slots begin ... end of `count` neighbouring strands: V that is hidden must be finite."""
+        rows = slice(start, start + count)
+        self.x[rows, begin:end] = 0
+        if self.bits < 16 and self.per == "token":
+            self.step[rows, begin:end] = 0
+            self.zero[rows, begin:end] = 0
+
     def read(self, start: int, count: int, begin: int, end: int) -> Packed | Tensor:
         """The slots begin ... end of `count` neighbouring strands, as copies."""
         rows = slice(start, start + count)
@@ -153,13 +161,15 @@ class Bank:
             out.index_add_(0, self.at, torch.cat(parts))
 
     def _compiled(self, x: Tensor) -> bool:
-        return x.dtype == torch.float32 and compiled.usable(x.device, x.shape[1])
+        return x.dtype == torch.float32 and compiled.usable(x, x.shape[1])
 
     def _entries(self) -> compiled.Entries:
-        if self._known is None:
+        known = self._known
+        if known is None or known.x is not self.x or known.lengths is not self.lengths:
             scales = self.step, self.zero
-            self._known = compiled.Entries(self.x, *scales, self.bits, self.group, self.lengths, self._names)
-        return self._known
+            known = compiled.Entries(self.x, *scales, self.bits, self.group, self.lengths, self._names)
+            self._known = known
+        return known
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: its tensors lie elsewhere."""

@@ -5,9 +5,9 @@ sum_t p v = sum_t (p s) c + sum_t p z: scales fold into the query and into the p
 float32 in the CPU's registers, is multiplied there by all queries of its strand and dropped. torch would pass through
 memory for each of shift, mask, conversion and product, with a dozen calls for what is one here.
 
-Everything is computed in float32 and strand by strand: what decodes beside a strand changes nothing. A function is
-written for what it meets (how entries are stored, their width, group and number of queries) when it first meets it, in
-about 50 ms (`moend.cache.products`).
+Everything is computed in float32 and strand by strand: what decodes beside a strand changes no more than the rounding
+of its softmax. A function is written for what it meets (how entries are stored, their width, group and number of
+queries) when it first meets it, which takes a tenth of a second (`moend.cache.products`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TOGETHER = 4  # queries that share a pass over the entries: as many as registers
 WORK = 2**16  # products below which a second thread is not worth waking
 
 
-def usable(device: torch.device, rows: int) -> bool:
-    """Whether attention of `rows` queries per strand goes this way."""
-    return device.type == "cpu" and rows <= ROWS
+def usable(x: Tensor, rows: int) -> bool:
+    """Whether attention of `rows` queries per strand goes this way; x: of where they are computed."""
+    return x.is_cpu and rows <= ROWS and not x.requires_grad
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Entries:
     """Slots begin ... lengths[i] of x (s, M, numbers or bytes), of the strands `at` of all, with scales if codes.
 
     bits, group, step, zero: as in `moend.cache.bank.Bank`; lengths, at int64 (s,). Slot t is column to + t - begin of
-    logits and probabilities. Made once and asked many times: it remembers where its tensors lie.
+    logits and probabilities. Made once and asked many times: it remembers where its tensors lie, and how far they go.
     """
 
     x: Tensor
@@ -56,10 +56,22 @@ class Entries:
     def __post_init__(self) -> None:
         tensors = self.x, self.step, self.zero, self.lengths, self.at
         _check(tensors)
+        codes = self.x.dtype is torch.uint8
+        if not codes and self.x.dtype not in _KINDS:
+            raise ValueError(f"entries are codes, float16, bfloat16 or float32, got {self.x.dtype}")
         self.places = tuple(t.data_ptr() for t in tensors)
-        codes = self.x.dtype == torch.uint8
         self.kind: tuple[int | str, int | None] = (self.bits, self.group) if codes else (_KINDS[self.x.dtype], None)
         self.strands, self.slots = self.x.shape[:2]
+        self.names = int(self.at.max()) + 1
+        _fits(self.lengths.dtype is self.at.dtype is torch.int64, self.strands == len(self.at) == len(self.lengths))
+        self.reach(self.lengths)
+
+    def reach(self, lengths: Tensor | int) -> None:
+        """What strands hold ends there from now on."""
+        if lengths is not self.lengths:
+            self.lengths.copy_(lengths) if isinstance(lengths, Tensor) else self.lengths.fill_(lengths)
+        self.end = lengths if isinstance(lengths, int) else int(lengths.max())
+        _fits(self.end <= self.slots)
 
 
 def score(query: Tensor, keys: Entries, logits: Tensor) -> None:
@@ -79,13 +91,16 @@ def softmax(logits: Tensor, hidden: Tensor, lengths: Tensor, used: int, gap: int
     """
     strands, rows, n = logits.shape
     _check((logits, hidden, lengths), logits)
+    _fits(hidden.dtype is torch.bool, lengths.dtype is torch.int64, len(hidden) == len(lengths) == strands)
+    _fits(used <= n, n + gap <= hidden.shape[1])
     places = logits.data_ptr(), hidden.data_ptr(), lengths.data_ptr()
     sizes = rows, n, hidden.shape[1], used, gap, int(clear)
-    _in_threads(_softmax(), places, sizes, strands, strands * rows * n * 8)
+    _in_threads(_softmax(), places, sizes, strands, strands * rows * n * 8, (logits, hidden, lengths))
 
 
 def _product(verb: Literal["score", "mix"], mine: Tensor, e: Entries, theirs: Tensor, dim: int, wide: int) -> None:
     _check((mine, theirs), mine, theirs)
+    _fits(e.names <= len(mine) == len(theirs), e.to + e.end - e.begin <= wide, mine.shape[1] == theirs.shape[1])
     (kind, group), rows, asking, answer = e.kind, mine.shape[1], mine.data_ptr(), theirs.data_ptr()
     passes = -(-rows // TOGETHER)
     for i in range(passes):
@@ -93,7 +108,7 @@ def _product(verb: Literal["score", "mix"], mine: Tensor, e: Entries, theirs: Te
         kernel = _kernel(verb, kind, dim, group or dim, end - begin)
         before = asking + 4 * begin * mine.shape[2], *e.places
         after = e.slots, e.begin, e.to, rows, wide, answer + 4 * begin * theirs.shape[2]
-        _in_threads(kernel, before, after, e.strands, e.strands * e.slots * dim * (end - begin))
+        _in_threads(kernel, before, after, e.strands, e.strands * e.slots * dim * (end - begin), (mine, e, theirs))
 
 
 _KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -109,6 +124,11 @@ def _check(tensors: Sequence[Tensor], *floats: Tensor) -> None:
             raise ValueError(f"expected float32, got {x.dtype}")
 
 
+def _fits(*true: bool) -> None:
+    if not all(true):
+        raise ValueError("tensors of one call do not fit together: numbers would be read or written beside them")
+
+
 @functools.cache
 def _kernel(verb: str, kind: int | str, dim: int, group: int, rows: int) -> Callable[..., None]:
     write = getattr(products, verb)(kind, dim, group, rows)
@@ -121,16 +141,24 @@ def _softmax() -> Callable[..., None]:
 
 
 def _in_threads(
-    kernel: Callable[..., None], before: tuple[int, ...], after: tuple[int, ...], strands: int, products: int
+    kernel: Callable[..., None], before: tuple[int, ...], after: tuple[int, ...], strands: int, work: int, held: object
 ) -> None:
-    """kernel(*before, first, last, *after) over all strands, cut among torch's threads where that pays."""
-    threads = min(torch.get_num_threads(), strands, 1 + products // WORK)
-    if threads == 1:
+    """kernel(*before, first, last, *after) over all strands, cut among torch's threads where that pays.
+
+    held: whose memory it is. A thread keeps it until it is done, also when the caller is interrupted and lets it go.
+    """
+    threads = min(torch.get_num_threads(), strands, 1 + work // WORK)
+    if threads <= 1:
         kernel(*before, 0, strands, *after)
         return
     ends = [strands * i // threads for i in range(threads + 1)]
-    for job in [_pool().submit(kernel, *before, *piece, *after) for piece in itertools.pairwise(ends)]:
+    jobs = [_pool().submit(_run, kernel, (*before, *piece, *after), held) for piece in itertools.pairwise(ends)]
+    for job in jobs:
         job.result()
+
+
+def _run(kernel: Callable[..., None], arguments: tuple[int, ...], held: object) -> None:
+    kernel(*arguments)
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def pieces(kind: Kind, dim: int, group: int) -> list[Piece]:
     def fields(codes: Value) -> list[Value]:
         shifted = [codes >> at if at else codes for at in range(0, 8, kind)]
         parts = [x & (1 << kind) - 1 for x in shifted[:-1]] + shifted[-1:]
-        return [x.to("int32").to("float32") for x in parts]
+        return [x.to("float32") for x in parts]
 
     places = [[j + width * field for field in range(8 // kind)] for j in range(0, width, n)]
     return [Piece(n, channels, lambda x, j=channels[0]: fields(x.at(j).get(n))) for channels in places]  # type: ignore[misc]
@@ -67,10 +67,13 @@ def floats(x: Value, kind: str) -> Value:
     wide = x.to("int32")
     if kind == "bfloat16":
         return (wide << 16).as_("float32")
-    # 2^112: the difference of the exponents' offsets; float16's largest exponent is infinity or NaN
-    bits = (((wide & 0x7FFF) << 13).as_("float32") * 2.0**112).as_("int32")
-    bits = bits.where(constant(0x477FFFFF, "int32", x.lanes).less(bits), bits | 0x7F800000)
-    return (bits | ((wide & 0x8000) << 16)).as_("float32")
+    # Exponents are 112 apart. Subnormals lack their first digit: they get one, and it is taken off as a number, which
+    # no processor that takes subnormals for 0 can spoil. The largest exponent stands for infinity and NaN in both.
+    bits = (wide & 0x7FFF) << 13
+    small = ((bits + (113 << 23)).as_("float32") - 2.0**-14).as_("int32")
+    made = (bits + (112 << 23)).where(bits.less(1 << 23), small)
+    made = made.where(constant((31 << 23) - 1, "int32", x.lanes).less(bits), bits + (224 << 23))
+    return (made | ((wide & 0x8000) << 16)).as_("float32")
 
 
 def each(begin: Value | int, end: Value | int, step: int) -> Iterator[tuple[Value, int]]:
@@ -187,11 +190,11 @@ def mix(kind: Kind, dim: int, group: int, rows: int) -> Write:
         base = room("float32", rows * groups)
         for strand in _strands(a, width, rows, a.wide, dim):
             for chosen in chunks:
-                mixed = nothing(chosen)
+                mixed, asked = nothing(chosen), sorted({c // group for part in chosen for c in part.channels})
                 zeros = {
                     (r, g, m): Variable(constant(0, "float32", m))
                     for r in range(rows)
-                    for g in range(groups)
+                    for g in asked
                     for m in {block, 1}
                 }
                 for t, count in each(0, strand.held, block):
@@ -199,7 +202,7 @@ def mix(kind: Kind, dim: int, group: int, rows: int) -> Write:
                     steps, offsets = (floats(x.at(scales).get(count * groups), "float16") for x in (a.step, a.zero))
                     for r in range(rows):
                         p = strand.mine[r].at(a.to + t).get(count)
-                        for g in range(groups):
+                        for g in asked:
                             shares.at((r * groups + g) * block).put(p * steps.every(g, groups, count))
                             zeros[r, g, count].value = zeros[r, g, count].value + p * offsets.every(g, groups, count)
                     with loop(0, count) as u:
@@ -208,7 +211,7 @@ def mix(kind: Kind, dim: int, group: int, rows: int) -> Write:
                             lambda r, g, u=u: shares.at(u + (r * groups + g) * block).get(),  # type: ignore[misc]
                         )  # fmt: skip
                 for r in range(rows):
-                    for g in range(groups):
+                    for g in asked:
                         whole_blocks, rest = (zeros[r, g, m].value.sum() for m in (block, 1))
                         base.at(r * groups + g).put(whole_blocks + rest)
                 for (r, channel), sum_ in mixed.items():

@@ -126,6 +126,8 @@ def _kind(storage: Storage, side: str, dim: int) -> tuple[int, int]:
 def _piece(row: Row, side: str, slots: int) -> Packed | Tensor | None:
     """One side of a row's older entries where they fill `slots` in one piece: a bank of their own needs no copy."""
     bits = row.storage.k_bits if side == "k" else row.storage.v_bits
+    if row.n - (row.tail if row.storage.quantised else 0) != slots or not slots:
+        return None
     pieces: Sequence[Packed | Tensor]
     if bits == 16:
         pieces = [row.k_tail if side == "k" else row.v_tail]
@@ -133,7 +135,7 @@ def _piece(row: Row, side: str, slots: int) -> Packed | Tensor | None:
         pieces = row.k_packed if side == "k" else [row.v_packed] if row.v_packed else []
     held = [p.tensors() if isinstance(p, Packed) else (p,) for p in pieces]
     whole = len(held) == 1 and held[0][0].shape[1] == slots and all(t.is_contiguous() for t in held[0])
-    return pieces[0] if whole and slots else None
+    return pieces[0] if whole else None
 
 
 def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> list[tuple[tuple[int, int], list[int]]]:
@@ -270,6 +272,8 @@ class Strands:
             bank.write(start, 0, _cut(values, 0, part.first))
             if gap:
                 bank.write(start, part.first + gap, _cut(values, part.first, old))
+            if (end := part.slots - (old - part.first)) > part.first:
+                bank.clear(start, part.heads, part.first, end)  # what was evicted
         mine, at = self.hidden[part.strands], self.slots + self.cursor
         mine[:, :at] = True
         mine[:, : part.first] = False
@@ -628,7 +632,7 @@ class Strands:
         """What computes a step of one token: "triton" on GPUs that have it, "compiled" on a CPU, "torch" otherwise."""
         if self.mass is None and not self._reindexed and kernel.usable(self.k_tail.device):
             return "triton"
-        return "compiled" if compiled.usable(self.k_tail.device, 1) else "torch"
+        return "compiled" if compiled.usable(self.k_tail, 1) else "torch"
 
     def runs(self) -> list[kernel.Run]:
         """What is held as the kernel reads it: strands that share both banks together, then the tail of all."""
@@ -666,8 +670,8 @@ class Strands:
             part = query[:, :, start : start + size]
             q = part.shape[2]
             flat = part.reshape(strands, group * q, dim)
-            fast = compiled.usable(flat.device, group * q)
-            if flat.device.type == "cpu":
+            fast = compiled.usable(flat, group * q)
+            if flat.is_cpu:
                 flat = flat.float().contiguous()
             logits = self._logits(flat, fast)
             for row in self._reindexed:
@@ -737,10 +741,11 @@ class Strands:
     def _newest(self) -> tuple[compiled.Entries, compiled.Entries]:
         """The tail's K and V as compiled code reads them, with one end for all."""
         if self._tails is None:
-            none, ends = self.k_tail.new_empty(0), torch.empty_like(self._all)
+            none, ends = self.k_tail.new_empty(0), torch.full_like(self._all, self.cursor)
             rest = none, none, 16, 1, ends, self._all, self._begin, self._used
             self._tails = compiled.Entries(self.k_tail, *rest), compiled.Entries(self.v_tail, *rest)
-        self._tails[0].lengths.fill_(self.cursor)
+        for side in self._tails:
+            side.reach(self.cursor)
         return self._tails
 
     def __getstate__(self) -> dict[str, Any]:

@@ -102,10 +102,10 @@ class Value:
         return Value(_builder().select(condition, other.value, self.value), self.kind, self.lanes)
 
     def to(self, kind: str) -> Value:
-        """The same numbers as another kind; to integers they are cut, small integers are without sign."""
+        """The same numbers as another kind; floats are cut, no integer is negative."""
         make, target = _builder(), _typed(kind, self.lanes)
         if kind == "float32":
-            made = make.sitofp(self.value, target)
+            made = make.uitofp(self.value, target)
         elif self.kind == "float32":
             made = make.fptosi(self.value, target)
         else:
@@ -175,16 +175,22 @@ def floor(x: Value) -> Value:
 def sums(vectors: Sequence[Value]) -> Value:
     """The sum of each vector, as one vector of sums; a power of two of them, of at least as many lanes.
 
-    Neighbours are added until one is left of each: whatever the number of vectors, a sum is formed in the same order.
+    Neighbours are added until one is left of each: whatever the number of vectors, a sum is formed in the same order,
+    and no addition is contracted with the product before it.
     """
+    add = _builder().fadd
     level = list(vectors)
     while len(level) > 1:
         both = [(a, b, [start + 2 * i for i in range(a.lanes)]) for start in (0, 1) for a, b in _pairs(level)]
         halves = [Value(_shuffle(a.value, b.value, at), a.kind, a.lanes) for a, b, at in both]
-        level = [even + odd for even, odd in zip(halves[: len(halves) // 2], halves[len(halves) // 2 :], strict=True)]
+        rest = len(halves) // 2
+        level = [
+            Value(add(a.value, b.value), a.kind, a.lanes) for a, b in zip(halves[:rest], halves[rest:], strict=True)
+        ]
     x = level[0]
     while x.lanes > len(vectors):
-        x = x.every(0, 2, x.lanes // 2) + x.every(1, 2, x.lanes // 2)
+        even, odd = (x.every(start, 2, x.lanes // 2) for start in (0, 1))
+        x = Value(add(even.value, odd.value), x.kind, even.lanes)
     return x
 
 

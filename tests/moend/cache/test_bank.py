@@ -125,13 +125,77 @@ def test_a_strand_is_computed_alike_in_any_company(kind, m, rows, gap, cut):
             assert torch.equal(together[1, -1], one[0, 0])
 
 
-def test_memory_that_does_not_lie_in_a_row_is_refused():
-    """Compiled code would read something else."""
+def test_what_compiled_code_would_misread_is_refused():
+    """Memory that does not lie in a row, other numbers, sizes that do not fit: it would read or write beside them."""
     bank = Bank([0], 8, 16, 1, "channel", torch.zeros(0), 16)
+    seen, one = torch.zeros(1, 4, dtype=torch.bool), torch.ones(1, 4, 16)
     with pytest.raises(ValueError, match="in a row"):
         bank.score(torch.ones(1, 16, 4).mT, torch.empty(1, 4, 8))
     with pytest.raises(ValueError, match="in a row"):
-        compiled.softmax(torch.ones(1, 1, 8)[..., ::2], torch.zeros(1, 4, dtype=torch.bool), bank.lengths, 0, 0, False)
+        compiled.softmax(torch.ones(1, 1, 8)[..., ::2], seen, bank.lengths, 0, 0, False)
+    with pytest.raises(ValueError, match="float32"):
+        compiled.softmax(torch.ones(1, 1, 4).double(), seen, bank.lengths, 0, 0, False)
+    for hidden, lengths, used, gap in ((seen, bank.lengths.int(), 0, 0), (seen, bank.lengths, 0, 1),
+                                       (seen[:, :3].clone(), bank.lengths, 0, 0), (seen, bank.lengths, 5, 0),
+                                       (seen.byte(), bank.lengths, 0, 0)):  # fmt: skip
+        with pytest.raises(ValueError, match="fit together"):
+            compiled.softmax(torch.ones(1, 1, 4), hidden, lengths, used, gap, False)
+    with pytest.raises(ValueError, match="fit together"):
+        bank.score(one, torch.empty(1, 4, 7))
+    with pytest.raises(ValueError, match="fit together"):
+        Bank([3], 8, 16, 1, "channel", torch.zeros(0), 16).score(one, torch.empty(1, 4, 8))
+    with pytest.raises(ValueError, match="fit together"):
+        bank.fill(torch.tensor([9]))
+        bank.score(one, torch.empty(1, 4, 9))
+    with pytest.raises(ValueError, match=r"float64"):
+        Bank([0], 8, 16, 1, "channel", torch.zeros(0).double(), 16).score(one, torch.empty(1, 4, 8))
+
+
+def test_small_scales_count_on_processors_that_take_subnormals_for_zero():
+    """Scales of small entries are subnormal in float16, never in float32."""
+    x, query = torch.randn(1, 64, 32) * 1e-3, torch.randn(1, 2, 32)
+    piece = quantise_k(x, 8, 32)
+    assert 0 < piece.step.max() < torch.finfo(torch.float16).smallest_normal
+    bank, held = filled(8, "channel", 32, x, 0, [0])
+    out = torch.empty(1, 2, 64)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not")
+    try:
+        bank.score(query, out)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (out - query @ held.mT).abs().max() < 1e-6 * (query.abs() @ held.mT.abs()).max() + 1e-9
+
+
+def test_whoever_wants_gradients_gets_them():
+    """Compiled code has none: torch's operations are taken."""
+    bank = Bank([0], 8, 16, 1, "channel", torch.zeros(0), 16)
+    bank.write(0, 0, torch.randn(1, 8, 16))
+    query, out = torch.randn(1, 1, 16, requires_grad=True), torch.zeros(1, 1, 8)
+    bank.score(query, out)
+    out.sum().backward()
+    assert torch.allclose(query.grad, bank.x.sum(1, keepdim=True))
+
+
+def test_an_interrupted_caller_may_let_go_of_its_memory(monkeypatch):
+    """Threads at work keep what they write to."""
+    given = []
+
+    class Interrupted:
+        def submit(self, *args):
+            given.append(args)
+            return self
+
+        def result(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiled, "WORK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(compiled, "_pool", Interrupted)
+    logits, lengths = torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(KeyboardInterrupt):
+        compiled.softmax(logits, torch.zeros(2, 4, dtype=torch.bool), lengths, 0, 0, False)
+    assert len(given) == 2 and all(any(x is logits for x in args[-1]) for args in given)
 
 
 def test_a_copy_sees_its_own_memory():

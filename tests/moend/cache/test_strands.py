@@ -230,3 +230,42 @@ def test_rows_of_different_stores_are_refused():
     b = Row(*torch.randn(2, HEADS, 5, DIM), None, Storage(), seen=5, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="stored alike"):
         Strands([(a,), (b,)])
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 16), (16, 4), (8, 4)])
+@pytest.mark.parametrize("n", [20, 32, 44, 64])
+def test_a_bank_of_one_row_holds_what_is_old_and_nothing_else(bits, n):
+    """Whether it takes over the row's tensors or copies them: no entry of the window, and no second copy."""
+    keys, values = torch.randn(2, 2, n, 16)
+    row = Row(keys, values, None, Storage(*bits, 32, 12 if min(bits) < 16 else 0), seen=n, dtype=torch.float32)
+    strands = Strands([(row,)])
+    old = n - row.tail if row.storage.quantised else n
+    for bank in (strands.k_banks[0], strands.v_banks[0]):
+        assert (bank.x[:, old:] == 0).all()
+        taken = bank.x.data_ptr() in {t.data_ptr() for t in row.tensors()}
+        if min(bits) == 16 or (old == bank.slots and bank.bits < 16):
+            assert taken
+    before = [t.clone() for t in row.tensors()]
+    new = torch.randn(1, 2, 50, 16)
+    strands.attend(torch.randn(1, 2, 50, 16), new, new, 0.25, None)
+    assert all(torch.equal(a, b) for a, b in zip(before, row.tensors(), strict=True))
+
+
+def test_what_was_evicted_leaves_no_trace():
+    """Values that are not finite are gone with their entry, from the places that no entry takes."""
+    keys, values = torch.randn(2, 1, 64, 16)
+    values[:, 25] = torch.inf  # in a group of which fewer than 25 stay
+    storage = Storage(8, 16, 32, 8, positions="shared")
+
+    def newest(keys, values, positions, seen, keep, observed, asked):
+        return torch.cat([torch.arange(keep - 10), torch.arange(keys.shape[1] - 10, keys.shape[1])])[None]
+
+    row = Row(
+        keys, values, torch.arange(64), storage, seen=64, dtype=torch.float32, choose=newest,
+        schedule=Schedule(cap=30, beta=4, overshoot="paper"),
+    )  # fmt: skip
+    strands = Strands([(row,)])
+    for _ in range(12):
+        new = torch.randn(1, 1, 1, 16)
+        out = strands.attend(torch.randn(1, 1, 1, 16), new, new, 0.25, None)
+    assert strands.count(0)[0] < 40 and out.isfinite().all()
