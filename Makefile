@@ -41,5 +41,5 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(PIP) -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt -e '.[dev,triton]'
 	touch $@

@@ -71,5 +71,4 @@ def test_constraints_pin_every_dependency_and_fit_any_torch_build() -> None:
     pinned = {name.lower().replace("_", "-") for name in pins}
     for requirement in [*project["dependencies"], *extras]:
         name = requirement.split(">")[0].split("<")[0].split("=")[0].lower().replace("_", "-")
-        if name != "triton":  # torch's CUDA builds bring the one that they fit
-            assert name in pinned, requirement
+        assert name in pinned, requirement
