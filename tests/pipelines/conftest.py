@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,26 @@ class Runs:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runs:
     """`runs("method=1d", ...)` is an exit code; `.out` and `.err` hold what was printed, `.library` the stub."""
     return Runs(tmp_path / "store", monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def no_figures() -> Callable[[], AbstractContextManager[None]]:
+    """`with no_figures():` reports are written without figures, for tests that look at none: drawing is slow."""
+
+    @contextlib.contextmanager
+    def left_out() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(figures, "pictures", lambda sweep: [])
+            yield
+
+    return left_out
+
+
+@pytest.fixture
+def undrawn(no_figures: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """`no_figures` for a whole test."""
+    with no_figures():
+        yield
 
 
 TRACKED = ("model=recall_moe", "benchmark=recall", "calibration=recall", "benchmark.limit=2", "method=full,2d_hetero",

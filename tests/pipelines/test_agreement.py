@@ -26,6 +26,7 @@ def table(folder: Path) -> dict[str, dict[str, str]]:
 
 @pytest.mark.req(20)
 @pytest.mark.req(22)
+@pytest.mark.usefixtures("undrawn")
 def test_agreement_is_measured_recorded_and_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

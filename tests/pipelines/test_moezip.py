@@ -11,6 +11,8 @@ import pytest
 
 from pipelines import calibrate, run
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def records(store: Path) -> dict[tuple[str, str | None], list[dict[str, Any]]]:
     found = {}

@@ -80,6 +80,7 @@ def test_a_partial_report_says_so_everywhere(made: Path) -> None:
     assert "Partial: 1 of 11 cells" in (made / "tables.tex").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_of_the_same_results_is_left_alone(tmp_path: Path) -> None:
     store = Store(tmp_path)
     cells = sweep(store)

@@ -16,16 +16,17 @@ from tests.pipelines.conftest import Runs
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(tmp_path_factory: pytest.TempPathFactory, no_figures: Any) -> Path:
     """Two finished cells of the small trained model."""
     store = tmp_path_factory.mktemp("store")
     arguments = ["model=recall_moe", "benchmark=recall", "benchmark.limit=2", "tracking=none", f"paths.store={store}"]
-    assert run.main([*arguments, "method=full,StreamingLLM", "budget=25%", "-m"]) == 0
+    with no_figures():
+        assert run.main([*arguments, "method=full,StreamingLLM", "budget=25%", "-m"]) == 0
     return store
 
 
 @pytest.fixture
-def store(ran: Path, tmp_path: Path) -> Path:
+def store(ran: Path, tmp_path: Path, undrawn: None) -> Path:
     """A copy of it."""
     import shutil
 
@@ -85,6 +86,7 @@ def test_a_new_scorer_version_is_visible(
     assert back[old["method"]] == old
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_records_are_enough_where_the_data_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data"
     data.mkdir()

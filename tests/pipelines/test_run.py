@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ("method=full,1d,2d,2d_hetero", "budget=10%,25%", "-m")
 STUB_MAIN = """
 import sys
-from pipelines import evaluate, run
+from pipelines import evaluate, figures, run
 from tests.pipelines import stub
+figures.pictures = lambda sweep: []  # drawing is slow, and nobody looks at them
 evaluate.Library, evaluate.single_operations = stub.Library, stub.single_operations
 evaluate.sensitivity = stub.sensitivity
 sys.exit(run.main())
@@ -257,6 +258,7 @@ def test_report_rebuilds_everything_from_files(runs: Runs) -> None:
     assert report.main(arguments) == 0
     assert sorted(p.name for p in folder.iterdir()) == made
     assert (folder / "accuracy_memory.png").stat().st_size > 10_000
+    runs.drawn = False
     key = next(iter(cells(runs.store)))
     (runs.store / "cells" / key / "result.json").unlink()
     assert report.main(arguments) == 3

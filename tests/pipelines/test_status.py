@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelines import cancel, status
+from pipelines import cancel, run, status
 from pipelines.jobs import End, Job, Started, Submitted, last_line
 from pipelines.store import Process, Store, read_json, write_json
+from tests.pipelines import stub
 from tests.pipelines.conftest import Runs
 from tests.pipelines.test_submit import programs
 
 
-class Sweep:
-    """A finished sweep of three cells (1d, SnapKV, 2d), with Slurm's answers as told."""
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, no_figures: Any) -> Path:
+    """The store of a finished sweep of three cells (1d, SnapKV, 2d)."""
+    store = tmp_path_factory.mktemp("finished") / "store"
+    with pytest.MonkeyPatch.context() as patch, no_figures():
+        stub.install(patch)
+        assert run.main([f"paths.store={store}", "tracking=none", "method=1d,SnapKV,2d", "budget=10%", "-m"]) == 0
+    return store
 
-    def __init__(self, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+
+class Sweep:
+    """A copy of that sweep, with Slurm's answers as told."""
+
+    def __init__(self, runs: Runs, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         self.runs, self.bin = runs, tmp_path / "bin"
-        assert runs("method=1d,SnapKV,2d", "budget=10%", "-m") == 0
+        shutil.copytree(finished, runs.store)
         self.store = Store(runs.store)
         self.name = self.store.sweep_names()[-1]
         self.submitted = Submitted(self.store.sweep(self.name))
@@ -63,8 +75,8 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    return Sweep(runs, tmp_path, monkeypatch)
+def sweep(runs: Runs, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    return Sweep(runs, finished, tmp_path, monkeypatch)
 
 
 def test_all_done_is_0_and_names_are_checked(sweep: Sweep) -> None:
