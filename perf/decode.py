@@ -277,6 +277,7 @@ def memory(lengths: Sequence[int], dtypes: Sequence[str], names: Sequence[str], 
             for at in points.values():
                 if (fall := base["claimed"] - at["claimed"]) > 0.05 * base["claimed"]:
                     at["seen_of_claimed_fall"] = round((base["system"] - at["system"]) / fall, 3)
+                    at["seen_below_held"] = round((base["claimed"] - at["system"]) / fall, 3)
             made[f"{dtype} {length}"] = points
             print(f"{dtype} {length} done", file=sys.stderr)
     return made
