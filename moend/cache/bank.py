@@ -6,8 +6,11 @@ Attention reads it as it is. On a CPU, for a few queries at a time, compiled cod
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from moend.cache import compiled
 from moend.cache.packing import Packed
 
 BLOCK = 2**20  # codes that are turned into numbers at a time
+BEHIND = 2**24  # bytes that banks may leave behind as they grow before all that is free goes back to the system
 
 
 class Bank:
@@ -95,12 +99,14 @@ class Bank:
         if slots <= self.slots:
             return
         unit = self.group if self.per == "channel" and self.bits < 16 else 1
-        more = -(-max(slots - self.slots, self.slots // 8) // unit) * unit
+        more, before = -(-max(slots - self.slots, self.slots // 8) // unit) * unit, self.nbytes
         self.x = _longer(self.x, more)
         if self.bits < 16:
             more = more // self.group if self.per == "channel" else more
             self.step, self.zero = _longer(self.step, more), _longer(self.zero, more)
         self._shared, self._known = False, None
+        if self.x.is_cpu:
+            _give_back(before)
 
     def write(self, start: int, slot: int, piece: Packed | Tensor) -> None:
         """Entries of neighbouring strands from `start` on, into the slots from `slot` on (K: whole groups)."""
@@ -193,6 +199,26 @@ class Bank:
 
 def _bytes(like: Tensor, strands: int, slots: int, dim: int, bits: int) -> Tensor:
     return like.new_zeros(strands, slots, dim * bits // 8, dtype=torch.uint8)
+
+
+@functools.cache
+def _trim() -> Callable[[int], int] | None:
+    with contextlib.suppress(OSError, AttributeError):
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim  # glibc has it
+        return trim
+    return None
+
+
+_behind = 0
+
+
+def _give_back(size: int) -> None:
+    """`size` bytes were left behind: too small a place for the next bank that grows, and malloc would keep it."""
+    global _behind
+    _behind += size
+    if _behind >= BEHIND and (trim := _trim()) is not None:
+        trim(0)
+        _behind = 0
 
 
 def _longer(x: Tensor, more: int) -> Tensor:

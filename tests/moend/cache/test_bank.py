@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moend.cache import bank as bank_module
 from moend.cache import compiled
 from moend.cache.bank import Bank
 from moend.cache.packing import quantise_k, quantise_v
@@ -209,6 +210,20 @@ def test_a_copy_sees_its_own_memory():
         assert out[0, 0].tolist() == [0, 0, 0, 16, 0, 0, 0, 0]
     bank.score(one, out)
     assert (out == 0).all()
+
+
+def test_what_grown_banks_leave_behind_goes_back_to_the_system(monkeypatch):
+    """Not at each time, which would cost more than it gives, but before it adds up; nor where malloc cannot."""
+    calls = []
+    monkeypatch.setattr(bank_module, "_trim", lambda: calls.append)
+    monkeypatch.setattr(bank_module, "_behind", 0)
+    monkeypatch.setattr(bank_module, "BEHIND", 4000)
+    bank = Bank([0], 64, 16, 1, "channel", torch.zeros(0), 4)  # 1,024 bytes, then 1,152 and 1,296, 1,456
+    for slots, so_far in ((65, 0), (73, 0), (82, 0), (92, 1), (104, 1)):
+        bank.reserve(slots)
+        assert calls == [0] * so_far
+    monkeypatch.setattr(bank_module, "_trim", lambda: None)
+    bank.reserve(100_000)
 
 
 def test_nothing_keeps_a_replaced_tensor():
