@@ -6,7 +6,8 @@ Each program runs in a process of its own and its JSON goes to OUT/<name>.json; 
 shown, and the others go on (exit code 1). The page is OUT/performance.md, of all that lies there. --publish writes
 docs/performance.md and its figures instead, and adds what was measured, one line of ratios, to the history beside this
 file. --quick, for trying out, takes the shortest lengths and one round, and is never published. --draw measures nothing
-and makes the page anew. On a quiet machine all of it takes about an hour.
+and makes the page anew. Peers that are not installed are left out (`perf/peers-requirements.txt`). On a quiet machine
+all of it takes about an hour.
 """
 
 from __future__ import annotations

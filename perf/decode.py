@@ -183,9 +183,14 @@ def speed(bench: Bench, length: int, names: Sequence[str], rounds: int, steps: i
             steppers[name] = bench.stepper(dynamic, length, name.split()[1])
         else:
             try:
-                steppers[name] = bench.stepper(bench.peer(entries, name), length, "sdpa")
+                run = bench.stepper(bench.peer(entries, name), length, "sdpa")
+                run(1)  # quanto compiles what it needs
             except ImportError:
                 skipped[name] = f"{name.split()[1]}, which it works with, is not installed"
+            except RuntimeError as e:
+                skipped[name] = str(e).strip().splitlines()[-1]
+            else:
+                steppers[name] = run
     for name in names:
         cache = bench.cell(entries, *CELLS[name])
         held[name] = cache.resident_bytes()

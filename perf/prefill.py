@@ -2,21 +2,20 @@
 
     python -m perf.prefill [--lengths 2048 4096 8192] [--repeats 3] [--threads 1]
 
-Time: median CPU seconds of alternating runs in this process (on a GPU the clock's). Memory: the high-water mark of a
-fresh process per length, the loaded model subtracted. Prints JSON.
+Time: CPU seconds of alternating runs in this process (on a GPU the clock's), ratios formed within a round. Memory: the
+high-water mark of a fresh process per length, the loaded model subtracted. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from perf.meter import peak_of, taken
+from perf.meter import peak_of, spread, taken
 
 METHODS = ("1d", "2d_uniform", "SnapKV", "H2O")
 
@@ -98,7 +97,7 @@ def main() -> None:
         times["plain"].append(taken(lambda: bench.plain(ids)))
         for name in METHODS:
             times[name].append(taken(lambda name=name: bench.ours(ids, name)))  # type: ignore[misc]
-    median = {k: statistics.median(v) for k, v in times.items()}
+    ratios = {k: spread([x / p for x, p in zip(v, times["plain"], strict=True)], 3) for k, v in times.items()}
     peaks = {
         f"{kind}:{n}": json.loads(
             subprocess.run(
@@ -117,7 +116,7 @@ def main() -> None:
                 "tokens": args.time_at,
                 "threads": args.threads,
                 "seconds": times,
-                "ratio_to_plain": {k: round(v / median["plain"], 3) for k, v in median.items()},
+                "ratio_to_plain": ratios,
                 "peak_mib": {k: round(v / 2**20, 1) for k, v in peaks.items()},
             },
             indent=1,
