@@ -21,8 +21,13 @@ from pathlib import Path
 
 from perf.page import remember, write
 
+AIMED = "full", "SnapKV 10 %", "2d_hetero 1/14", "K8/V4"
 PROGRAMS: dict[str, tuple[list[str], list[str]]] = {
     "decode": (["perf.decode"], ["--lengths", "500", "1000", "--rounds", "1", "--steps", "2"]),
+    "aims": (
+        ["perf.decode", "--lengths", "8000", "--steps", "40", "--cells", *AIMED],
+        ["--lengths", "1000", "--rounds", "1", "--steps", "2"],
+    ),
     "fused": (["perf.decode", "--fused"], ["--lengths", "1000", "--rounds", "1", "--steps", "2"]),
     "memory": (["perf.decode", "--memory", "--lengths", "8000"], ["--lengths", "1000"]),
     "prefill": (["perf.prefill", "--time-at", "8000"], ["--time-at", "512", "--lengths", "512", "--repeats", "1"]),
@@ -50,7 +55,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.publish and args.quick:
         parser.error("--quick is for trying out: it is not published")
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"--out {args.out}: {e.strerror}")
     failed, done_now = 0, []
     for name in [] if args.draw else args.only:
         command, quick = PROGRAMS[name]

@@ -8,10 +8,12 @@
 Steps of the embedded model (one sequence, one new token) on caches of `length` entries. The entries are random numbers:
 neither time nor bytes depend on them, and no prefill has to be waited for (perf.prefill measures that). All caches
 take turns, `rounds` times `steps` tokens each, and a ratio is formed within a round, so that a busy machine slows both
-sides; time is CPU time, or on a GPU the clock's once it has finished. Ours hold 16-bit entries as runs do by default,
-in bfloat16, also where the model computes in float32; shares of bytes are of DynamicCache, which holds what the model
-computes in. `floor` is a step with two entries: the model's own share, which no cache can go below. `bandwidth` is how
-fast this machine reads memory: what is held has to be read at each step.
+sides; 33 steps or more take packing and growing banks in. Time is CPU time, or on a GPU the clock's once it has
+finished. Ours hold 16-bit entries as runs do by default, in bfloat16, also where the model computes in float32; shares
+of bytes are of DynamicCache, which holds what the model computes in. "DynamicCache repeated" is SDPA with keys and
+values repeated for all heads, which torch computes faster on a CPU than the grouped queries of transformers' choice.
+`floor` is a step with two entries: the model's own share, which no cache can go below. `bandwidth` is how fast this
+machine reads memory: what is held has to be read at each step.
 
 Memory: each point is a process of its own, which runs the model on two entries first, then makes the cache, lets go of
 what it was made from, resets the system's high-water mark and decodes. What that mark rose above the process before it
@@ -27,15 +29,16 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from perf.meter import bandwidth, held, peak_of, release, spread, taken
+from moend.errors import UserError
+from perf.meter import bandwidth, held, peak_of, positive, release, spread, taken
 
-BASE, EAGER = "DynamicCache sdpa", "DynamicCache eager"
-PEERS = (BASE, EAGER, "QuantizedCache quanto 4", "QuantizedCache hqq 4", "floor")
+BASE, EAGER, REPEATED = "DynamicCache sdpa", "DynamicCache eager", "DynamicCache repeated"
+PEERS = (BASE, REPEATED, EAGER, "QuantizedCache quanto 4", "QuantizedCache hqq 4", "floor")
 
 
 def bits(k: int, v: int) -> tuple[str, str, dict[str, Any]]:
@@ -137,7 +140,7 @@ class Bench:
         return cache
 
     def stepper(self, cache: Any, length: int, attention: str | None = None, rows: int = 1) -> Callable[[int], None]:
-        """Feeds some tokens one by one; attention: one of transformers', None for ours."""
+        """Feeds some tokens one by one; attention: one of transformers' or "repeated", None for ours."""
         import torch
 
         from moend.cache import attention_of, cache_argument
@@ -147,9 +150,10 @@ class Bench:
 
         def run(steps: int) -> None:
             if attention is not None:
-                self.model.set_attn_implementation(attention)
+                self.model.set_attn_implementation("sdpa" if attention == "repeated" else attention)
+            context = attention_of(self.model) if attention is None else nullcontext()
             try:
-                with attention_of(self.model) if attention is None else nullcontext():
+                with repeated() if attention == "repeated" else context:
                     for _ in range(steps):
                         at = torch.full((rows, 1), position[0], device=self.device)
                         self.model(input_ids=ids, position_ids=at, use_cache=True, **{argument: cache})
@@ -159,6 +163,19 @@ class Bench:
                     self.model.set_attn_implementation(self.own)
 
         return run
+
+
+@contextmanager
+def repeated() -> Iterator[None]:
+    """transformers' SDPA with keys and values repeated for all heads, where it would have torch group the queries."""
+    from transformers.integrations import sdpa_attention
+
+    before = sdpa_attention.use_gqa_in_sdpa
+    sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+    try:
+        yield
+    finally:
+        sdpa_attention.use_gqa_in_sdpa = before
 
 
 def turns(steppers: dict[str, Callable[[int], None]], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -206,6 +223,7 @@ def speed(bench: Bench, length: int, names: Sequence[str], rounds: int, steps: i
         "ms": {name: spread(values) for name, values in ms.items()},
         "times_dynamic": over(BASE),
         "times_eager": over(EAGER),
+        "times_repeated": over(REPEATED),
         "times_own_full": over("full") if "full" in ms else {},
         "held": held,
         "held_of_full": {name: round(n / whole, 4) for name, n in held.items()},
@@ -292,17 +310,24 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000, 8000])
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[1000, 2000, 4000, 8000])
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS), metavar="CELL")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--steps", type=positive, default=8)
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    try:
+        print(json.dumps(measured(args), indent=None if args.point else 1))
+    except UserError as e:  # a cell that cannot be so small
+        parser.error(str(e))
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """What is asked for."""
     if args.point:
-        print(json.dumps(point(args.point, args.lengths[0], args.dtypes[0], args.steps)))
-        return
+        return point(args.point, args.lengths[0], args.dtypes[0], args.steps)
     out: dict[str, Any] = {"rounds": args.rounds, "steps": args.steps, "threads": 1, "load": os.getloadavg()[0]}
     if args.memory:
         out["memory"] = memory(args.lengths, args.dtypes, args.cells, max(args.steps, 80))
@@ -318,7 +343,7 @@ def main() -> None:
             for length in args.lengths:
                 out[dtype][str(length)] = speed(bench, length, args.cells, args.rounds, args.steps)
                 print(f"{dtype} {length} done", file=sys.stderr)
-    print(json.dumps(out, indent=1))
+    return out
 
 
 if __name__ == "__main__":

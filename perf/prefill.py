@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from perf.meter import peak_of, spread, taken
+from perf.meter import peak_of, positive, spread, taken
 
 METHODS = ("1d", "2d_uniform", "SnapKV", "H2O")
 
@@ -77,9 +77,9 @@ class Bench:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])
-    parser.add_argument("--time-at", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096, 8000])
+    parser.add_argument("--time-at", type=positive, default=4096, help="tokens of the prompts that are timed")
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -40,7 +40,8 @@ class Entries:
     """Slots begin ... lengths[i] of x (s, M, numbers or bytes), of the strands `at` of all, with scales if codes.
 
     bits, group, step, zero: as in `moend.cache.bank.Bank`; lengths, at int64 (s,). Slot t is column to + t - begin of
-    logits and probabilities. Made once and asked many times: it remembers where its tensors lie, and how far they go.
+    logits and probabilities; codes begin at 0, lengths of packed K are whole groups. Made once and asked many times: it
+    remembers where its tensors lie, and how far they go.
     """
 
     x: Tensor
@@ -63,6 +64,8 @@ class Entries:
         self.kind: tuple[int | str, int | None] = (self.bits, self.group) if codes else (_KINDS[self.x.dtype], None)
         self.strands, self.slots = self.x.shape[:2]
         self.names = int(self.at.max()) + 1
+        self.dim = self.x.shape[2] * 8 // self.bits if codes else self.x.shape[2]
+        _fits(not codes or (self.begin == 0 and self.step.shape == self.zero.shape))
         _fits(self.lengths.dtype is self.at.dtype is torch.int64, self.strands == len(self.at) == len(self.lengths))
         self.reach(self.lengths)
 
@@ -92,7 +95,7 @@ def softmax(logits: Tensor, hidden: Tensor, lengths: Tensor, used: int, gap: int
     strands, rows, n = logits.shape
     _check((logits, hidden, lengths), logits)
     _fits(hidden.dtype is torch.bool, lengths.dtype is torch.int64, len(hidden) == len(lengths) == strands)
-    _fits(used <= n, n + gap <= hidden.shape[1])
+    _fits(used <= n, n + gap <= hidden.shape[1], not strands or int(lengths.max()) <= used)
     places = logits.data_ptr(), hidden.data_ptr(), lengths.data_ptr()
     sizes = rows, n, hidden.shape[1], used, gap, int(clear)
     _in_threads(_softmax(), places, sizes, strands, strands * rows * n * 8, (logits, hidden, lengths))
@@ -101,6 +104,7 @@ def softmax(logits: Tensor, hidden: Tensor, lengths: Tensor, used: int, gap: int
 def _product(verb: Literal["score", "mix"], mine: Tensor, e: Entries, theirs: Tensor, dim: int, wide: int) -> None:
     _check((mine, theirs), mine, theirs)
     _fits(e.names <= len(mine) == len(theirs), e.to + e.end - e.begin <= wide, mine.shape[1] == theirs.shape[1])
+    _fits(e.dim == dim)
     (kind, group), rows, asking, answer = e.kind, mine.shape[1], mine.data_ptr(), theirs.data_ptr()
     passes = -(-rows // TOGETHER)
     for i in range(passes):

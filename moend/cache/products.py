@@ -71,8 +71,8 @@ def floats(x: Value, kind: str) -> Value:
     # no processor that takes subnormals for 0 can spoil. The largest exponent stands for infinity and NaN in both.
     bits = (wide & 0x7FFF) << 13
     small = ((bits + (113 << 23)).as_("float32") - 2.0**-14).as_("int32")
-    made = (bits + (112 << 23)).where(bits.less(1 << 23), small)
-    made = made.where(constant((31 << 23) - 1, "int32", x.lanes).less(bits), bits + (224 << 23))
+    made = (bits + (112 << 23)).unless(bits.less(1 << 23), small)
+    made = made.unless(constant((31 << 23) - 1, "int32", x.lanes).less(bits), bits + (224 << 23))
     return (made | ((wide & 0x8000) << 16)).as_("float32")
 
 
@@ -240,7 +240,7 @@ def softmax(a: Any) -> None:
         top = {m: Variable(constant(-math.inf, "float32", m)) for m in (n, 1)}
         for begin, end, gap in parts:
             for j, m in each(begin, end, n):
-                seen = x.at(j).get(m).where(hidden.at(j + gap).get(m).nonzero(), -math.inf)
+                seen = x.at(j).get(m).unless(hidden.at(j + gap).get(m).nonzero(), -math.inf)
                 x.at(j).put(seen)
                 top[m].value = larger(seen, top[m].value)
         most = larger(top[n].value.most(), top[1].value)
@@ -254,7 +254,7 @@ def softmax(a: Any) -> None:
         for begin, end, _ in parts:
             for j, m in each(begin, end, n):
                 x.at(j).put(x.at(j).get(m) * share.spread(m))
-        with loop(held.get(), constant(0, "int64").where(a.clear.nonzero(), a.used)) as j:
+        with loop(held.get(), constant(0, "int64").unless(a.clear.nonzero(), a.used)) as j:
             x.at(j).put(constant(0, "float32"))
 
 
@@ -264,7 +264,7 @@ def exponential(x: Value) -> Value:
     2^k 2^f, k whole, |f| <= 1/2: 2^f by the first eight terms of its series, 2^k in the exponent's bits.
     """
     y = x * 1.4426950408889634
-    y = y.where(y.less(-127.0), -127.0)
+    y = y.unless(y.less(-127.0), -127.0)
     k = floor(y + 0.5)
     f = (y - k) * 0.6931471805599453
     p = constant(1 / 5040, "float32", x.lanes)

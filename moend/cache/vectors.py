@@ -96,8 +96,8 @@ class Value:
         """Where integers are not 0."""
         return _builder().icmp_unsigned("!=", self.value, constant(0, self.kind, self.lanes).value)
 
-    def where(self, condition: ir.Value, other: Value | float) -> Value:
-        """`other` where the condition holds, self elsewhere."""
+    def unless(self, condition: ir.Value, other: Value | float) -> Value:
+        """self, but `other` where the condition holds."""
         other = other if isinstance(other, Value) else constant(other, self.kind, self.lanes)
         return Value(_builder().select(condition, other.value, self.value), self.kind, self.lanes)
 
@@ -161,7 +161,7 @@ def constant(number: float, kind: str, lanes: int = 1) -> Value:
 
 def larger(a: Value, b: Value) -> Value:
     """The larger of two, lane by lane; b where either is NaN."""
-    return b.where(b.less(a), a)
+    return b.unless(b.less(a), a)
 
 
 def floor(x: Value) -> Value:

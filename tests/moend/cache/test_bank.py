@@ -148,6 +148,10 @@ def test_what_compiled_code_would_misread_is_refused():
     with pytest.raises(ValueError, match="fit together"):
         bank.fill(torch.tensor([9]))
         bank.score(one, torch.empty(1, 4, 9))
+    with pytest.raises(ValueError, match="fit together"):
+        compiled.softmax(torch.ones(1, 1, 4), seen, torch.tensor([3]), 2, 0, False)
+    with pytest.raises(ValueError, match="fit together"):
+        Bank([0], 8, 16, 1, "channel", torch.zeros(0), 8).score(one, torch.empty(1, 4, 8))
     with pytest.raises(ValueError, match=r"float64"):
         Bank([0], 8, 16, 1, "channel", torch.zeros(0).double(), 16).score(one, torch.empty(1, 4, 8))
 
@@ -175,7 +179,7 @@ def test_whoever_wants_gradients_gets_them():
     query, out = torch.randn(1, 1, 16, requires_grad=True), torch.zeros(1, 1, 8)
     bank.score(query, out)
     out.sum().backward()
-    assert torch.allclose(query.grad, bank.x.sum(1, keepdim=True))
+    assert (query.grad - bank.x.sum(1, keepdim=True)).abs().max() < 1e-4
 
 
 def test_an_interrupted_caller_may_let_go_of_its_memory(monkeypatch):
