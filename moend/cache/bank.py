@@ -170,12 +170,10 @@ class Bank:
         return x.dtype == torch.float32 and compiled.usable(x, x.shape[1])
 
     def _entries(self) -> compiled.Entries:
-        known = self._known
-        if known is None or known.x is not self.x or known.lengths is not self.lengths:
+        if self._known is None:
             scales = self.step, self.zero
-            known = compiled.Entries(self.x, *scales, self.bits, self.group, self.lengths, self._names)
-            self._known = known
-        return known
+            self._known = compiled.Entries(self.x, *scales, self.bits, self.group, self.lengths, self._names)
+        return self._known
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: its tensors lie elsewhere."""

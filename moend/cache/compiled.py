@@ -67,14 +67,14 @@ class Entries:
         self.dim = self.x.shape[2] * 8 // self.bits if codes else self.x.shape[2]
         _fits(not codes or (self.begin == 0 and self.step.shape == self.zero.shape))
         _fits(self.lengths.dtype is self.at.dtype is torch.int64, self.strands == len(self.at) == len(self.lengths))
-        self.reach(self.lengths)
-
-    def reach(self, lengths: Tensor | int) -> None:
-        """What strands hold ends there from now on."""
-        if lengths is not self.lengths:
-            self.lengths.copy_(lengths) if isinstance(lengths, Tensor) else self.lengths.fill_(lengths)
-        self.end = lengths if isinstance(lengths, int) else int(lengths.max())
+        self.end = int(self.lengths.max())
         _fits(self.end <= self.slots)
+
+    def reach(self, end: int) -> None:
+        """What every strand holds ends there from now on."""
+        _fits(end <= self.slots)
+        self.lengths.fill_(end)
+        self.end = end
 
 
 def score(query: Tensor, keys: Entries, logits: Tensor) -> None:

@@ -256,8 +256,9 @@ def test_nothing_keeps_a_replaced_tensor():
     gap=st.integers(0, 9),
     spread=st.sampled_from([0.0, 1.0, 30.0, 300.0]),
     threads=st.sampled_from([1, 2]),
+    clear=st.booleans(),
 )
-def test_softmax_without_what_is_hidden(used, columns, gap, spread, threads):
+def test_softmax_without_what_is_hidden(used, columns, gap, spread, threads, clear):
     """Against torch's, whatever the range of the logits; what is hidden gets exactly nothing."""
     strands, rows, n = 3, 4, used + columns
     lengths = torch.tensor([used, used // 2, 0])
@@ -272,6 +273,10 @@ def test_softmax_without_what_is_hidden(used, columns, gap, spread, threads):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "WORK", 1)
         patch.setattr(torch, "get_num_threads", lambda: threads)
-        compiled.softmax(logits, hidden, lengths, used, gap, True)
+        compiled.softmax(logits, hidden, lengths, used, gap, clear)
+    if not clear:  # what nothing is held in is left as it was
+        for strand, length in enumerate(lengths.tolist()):
+            assert logits[strand, :, length:used].isnan().all()
+            logits[strand, :, length:used] = 0
     assert (logits - right).abs().max() < 1e-6
     assert (logits[seen[:, None].expand_as(logits)] == 0).all()
