@@ -20,12 +20,12 @@ from torch import Tensor
 from moend.benchmarks import Rendered
 from moend.cache import CompressedCache, Prefilled, Row, attention_of, cache_argument, prefill
 from moend.errors import UserError
-from moend.methods import BoundMethod
-from moend.models import LoadedModel
-from moend.passes import OBSERVATIONS, Passes, diagnose, request, routing_flips
+from moend.hf.rope import Rotary, rotary
+from moend.hf.routers import Routing, find
+from moend.methods.bind import BoundMethod
+from moend.models.load import LoadedModel
 from moend.plan import Arch, eq1_bytes
-from moend.rope import Rotary, rotary
-from moend.routers import Routing, find
+from moend.replay import OBSERVATIONS, Passes, diagnose, request, routing_flips
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Pair:
 
     def method(self) -> Any:
         """Our method, set to kvpress' formula."""
-        from moend.methods import method
+        from moend.methods.bind import method
 
         plain = method(self.ours)
         changes = dict(self.changes)
@@ -216,8 +216,8 @@ class Ours:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-        from moend import models
         from moend.engine import Engine
+        from moend.models import load as models
 
         torch.set_num_threads(threads)
         disable_progress_bar()
@@ -231,7 +231,7 @@ class Ours:
 
     def folder(self) -> str:
         """The model's folder of safetensors."""
-        from moend import models
+        from moend.models import load as models
 
         return str(models.fetch(self.spec, self.cache))
 
@@ -246,7 +246,7 @@ class Ours:
     def job(self, pair: Pair, keep: float, tokens: int) -> Any:
         """A cell that keeps as many of `tokens` entries as kvpress does."""
         from moend.engine import Job
-        from moend.methods import bind
+        from moend.methods.bind import bind
         from moend.plan import Budget, LayerPlan, RoutingPlan
 
         arch, given, budget = self.arch, None, Budget("ratio", keep)
@@ -395,7 +395,7 @@ def with_floor(scores: Any, keep: int, floor: float = 0.2) -> Any:
 
 def request(tokenizer: Any) -> str:
     """KVZip's request as kvpress words it: the end of the user's turn and the start of the answer behind it."""
-    from moend.passes import FIRST
+    from moend.replay import FIRST
 
     turn = [{"role": "user", "content": "MARK"}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
@@ -510,7 +510,7 @@ def scored(
     bench: Any, samples: Sequence[Any], cell: tuple[str, float], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
     """Scores of one cell on both sides with 95 % intervals, their paired difference, and equal answers."""
-    from moend.statistics import mcnemar_exact, paired_share, wilson
+    from moend.statistics.paired import mcnemar_exact, paired_share, wilson
 
     mine, peers = (
         [float(bench.score(s, t)["score"]) for s, t in zip(samples, texts, strict=True)] for texts in (ours, theirs)
@@ -681,7 +681,7 @@ def packed(ours: Ours, rendered: Any, bits: int, window: int | None) -> dict[str
     import torch
 
     from moend.cache import attention_of, cache_argument
-    from moend.methods import bind, method
+    from moend.methods.bind import bind, method
     from moend.plan import Budget
 
     model, (*ids, last), follow = ours.engine.model, rendered.ids, list(rendered.gold_ids)

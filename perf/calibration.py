@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
+from moend.calibration.trig import TrigStatistics
 from moend.scoring import scorer
 from perf.meter import taken
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     if args.model:
-        from moend import models
+        from moend.models import load as models
 
         loaded = models.load(models.spec(args.model), args.cache)
         model, ids = loaded.model, torch.tensor([models.calibration_ids(loaded)], device=loaded.device)

@@ -21,7 +21,7 @@ from moend.calibration import DamageSettings
 from moend.calibration.damage import damage_table
 from moend.calibration.sensitivity import Config
 from moend.calibration.sweep import Base
-from moend.methods import method
+from moend.methods.bind import method
 from perf.meter import taken
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    from moend import models
+    from moend.models import load as models
 
     torch.set_num_threads(args.threads)
     loaded = models.load(models.spec(args.model), args.cache)

@@ -68,11 +68,11 @@ class Bench:
         import torch
         from transformers.utils import logging
 
-        from moend import models
         from moend.calibration.artefact import Artefact
-        from moend.calibration.queries import TrigStatistics
         from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
+        from moend.calibration.trig import TrigStatistics
         from moend.engine import attention_scaling
+        from moend.models import load as models
         from moend.scoring import scorer
 
         logging.disable_progress_bar()
@@ -111,7 +111,7 @@ class Bench:
     def cell(self, entries: Any, name: str, budget: str, fields: dict[str, Any], new: int = 256) -> Any:
         """The cache one of our methods keeps."""
         from moend.engine import rotations
-        from moend.methods import bind, method
+        from moend.methods.bind import bind, method
         from moend.plan import Budget
 
         bound = bind(

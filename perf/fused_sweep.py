@@ -58,7 +58,7 @@ class Clock:
         """Everything an engine does is counted while this is open."""
         from moend.cache.prefill import Prefilled
         from moend.engine import Engine
-        from moend.methods import BoundMethod
+        from moend.methods.bind import BoundMethod
 
         watched = (
             (Engine, "_prefill", "prefill"),
@@ -87,11 +87,11 @@ class Bench:
     def __init__(self, length: int, budgets: list[str], methods: list[str], dtype: str):
         import torch
 
-        from moend import models
         from moend.benchmarks import benchmark
         from moend.calibration.artefact import Artefact
-        from moend.calibration.queries import TrigStatistics
         from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
+        from moend.calibration.trig import TrigStatistics
+        from moend.models import load as models
         from moend.scoring import scorer
 
         torch.set_num_threads(1)
@@ -117,7 +117,7 @@ class Bench:
     def jobs(self) -> list[Any]:
         """The cells, bound anew so that neither side finds the other's plans."""
         from moend.engine import Job
-        from moend.methods import bind, method
+        from moend.methods.bind import bind, method
         from moend.plan import Budget
 
         return [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.kvpress_page import table
-from pipelines.figures import style
+from pipelines.reporting.figures import style
 
 # (dtype, cell, least ratio to DynamicCache's steps at 8k)
 AIMS = (

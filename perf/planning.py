@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 
-from pipelines.compose import Point, run_hydra
+from pipelines.cli.hydra import Point, run_hydra
 
 AXES = ["method=1d,2d,2d_uniform,2d_hetero,SnapKV", "budget=5%,10%,20%,40%", "seed=range(10)"]
 
@@ -43,11 +43,8 @@ def stages(command: list[str]) -> dict[str, float | int]:
     clock = [time.perf_counter()]
     assert run_hydra(keep, command) == 0
     clock.append(time.perf_counter())
-    import moend.benchmarks
-    import moend.calibration.artefact
-    import moend.methods
-    import moend.models  # noqa: F401
-    from pipelines import evaluate, planner
+    from pipelines.execution import session as evaluate
+    from pipelines.planning import planner
 
     clock.append(time.perf_counter())
     plan = planner.make_plan(points, evaluate.Library())

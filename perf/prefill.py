@@ -26,10 +26,10 @@ class Bench:
     def __init__(self, threads: int):
         import torch
 
-        from moend import models
         from moend.calibration.artefact import Artefact
-        from moend.calibration.queries import TrigStatistics
+        from moend.calibration.trig import TrigStatistics
         from moend.engine import attention_scaling
+        from moend.models import load as models
 
         torch.set_num_threads(threads)
         self.torch = torch
@@ -52,7 +52,7 @@ class Bench:
         """Prefill, score, select and pack one cell at 25 %."""
         from moend.cache import attention_of, prefill
         from moend.engine import rotations
-        from moend.methods import bind, method
+        from moend.methods.bind import bind, method
         from moend.plan import Budget
 
         model = self.loaded.model

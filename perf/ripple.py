@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--naive", action="store_true")
     parser.add_argument("--damage", action="store_true")
     args = parser.parse_args()
-    from moend import models
+    from moend.models import load as models
 
     torch.set_num_threads(args.threads)
     loaded = models.load(models.spec(args.model), args.cache)

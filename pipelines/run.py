@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pipelines.compose import Point, run_hydra
+from pipelines.cli.hydra import Point, run_hydra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
 
     def program(points: list[Point]) -> int:
-        from pipelines.launcher import launch
+        from pipelines.execution.runner import launch
 
         return launch(points, args)
 

@@ -18,9 +18,10 @@ import moend.scoring
 from moend.benchmarks import benchmark, implementation
 from moend.errors import UserError
 from perf.report import build
-from pipelines import figures, run
-from pipelines.store import Store
-from pipelines.sweep import Sweep, rows
+from pipelines import run
+from pipelines.reporting import figures
+from pipelines.results.sweep import Sweep, rows
+from pipelines.store.cells import Store
 from tests.moend.scoring import test_scorers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,7 @@ def test_the_text_has_the_files_it_speaks_of() -> None:
         "my_conf/method/KeyNorm.yaml",
         "moend/scoring/keynorm.py",
         "tests/moend/scoring/test_keynorm.py",
-        "pipelines/figures/extraction.py",
+        "pipelines/reporting/figures/extraction.py",
     }
     assert len(COMMANDS) == 1
     for path in re.findall(r"`((?:conf|moend|sweeps|tests)/[\w/]+\.(?:py|yaml))`", TEXT):
@@ -54,14 +55,14 @@ def test_the_text_has_the_files_it_speaks_of() -> None:
 
 
 def test_the_figure_is_drawn(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(written / "pipelines" / "figures")])
+    monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(written / "pipelines" / "reporting" / "figures")])
     store = Store(written / "store")
     build(store, [{"method": m, "budget": "0.1r", "benchmark": "text"} for m in ("1d", "SnapKV")], examples=3)
     found = rows(store, store.read_manifest("latest"))
     picture = figures.pictures(Sweep(store, store.read_manifest("latest"), found, []))[-1]
     assert picture.name == "extraction" and picture.draw(written / "extraction.png")
     assert (written / "extraction.pdf").stat().st_size > 1000
-    sys.modules.pop("pipelines.figures.extraction")
+    sys.modules.pop("pipelines.reporting.figures.extraction")
 
 
 def test_the_benchmark_runs_from_another_folder(written: Path) -> None:

@@ -52,14 +52,14 @@ def test_an_unpacked_wheel_works_from_another_folder(wheel: Path, tmp_path: Path
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     code = (
-        "from pathlib import Path; from moend import models; s = models.spec('recall_moe'); "
+        "from pathlib import Path; from moend.models import load as models; s = models.spec('recall_moe'); "
         "print(models.__file__, models.available(s, Path('cache')), models.identity(s, Path('cache'))['id'])"
     )
     env = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env, check=False
     )
-    assert out.stdout.split() == [str(site / "moend" / "models.py"), "None", "recall_moe"], out.stderr
+    assert out.stdout.split() == [str(site / "moend" / "models" / "load.py"), "None", "recall_moe"], out.stderr
 
 
 def test_constraints_pin_every_dependency_and_fit_any_torch_build() -> None:

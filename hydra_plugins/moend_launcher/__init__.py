@@ -1,4 +1,4 @@
-"""Hydra only instantiates plugins whose class lives under `hydra_plugins.`; the work is in pipelines.points.
+"""Hydra only instantiates plugins whose class lives under `hydra_plugins.`; the work is in pipelines.planning.points.
 
 Every Hydra program of the environment imports this module at its start, so it imports nothing heavy.
 """
@@ -30,7 +30,7 @@ class MoendSearchPath(SearchPathPlugin):
 class MoendSweeper(BasicSweeper):
     """Hydra's grid, or a union of several, handed to the launcher whole; writes no multirun.yaml and composes once.
 
-    `params` are the axes of all grids, `grids` a list of more axes each (pipelines.points.expand).
+    `params` are the axes of all grids, `grids` a list of more axes each (pipelines.planning.points.expand).
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None, grids: Sequence[Mapping[str, Any]] | None = None):
@@ -38,7 +38,7 @@ class MoendSweeper(BasicSweeper):
         self.grids = grids or ()
 
     def sweep(self, arguments: list[str]) -> Any:
-        from pipelines.points import expand
+        from pipelines.planning.points import expand
 
         assert self.hydra_context is not None and self.launcher is not None
         points = expand(self.params or {}, self.grids, arguments, self.hydra_context.config_loader)
@@ -52,6 +52,6 @@ class MoendLauncher(Launcher):
         self.context, self.program, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from pipelines.points import compose
+        from pipelines.planning.points import compose
 
         raise SystemExit(self.program(compose(self.context.config_loader, self.config, job_overrides)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from moend.allocation.demand import Demand
+from moend.allocation.cost import Demand
 from moend.allocation.uniform import largest
 from moend.plan import LayerPlan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moend.allocation.demand import Demand
+from moend.allocation.cost import Demand
 from moend.errors import Infeasible
 from moend.plan import LayerPlan
 

@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from moend.benchmarks.answers import THINK_END, THINK_START, after_thinking
+from moend.benchmarks.answers.extract import THINK_END, THINK_START, after_thinking
 from moend.benchmarks.hub import HubFile
 from moend.errors import Blocked, UserError, unknown
-from moend.models import TEMPLATE_DATE
+from moend.models.load import TEMPLATE_DATE
 from moend.plan import Arch
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from moend.benchmarks.answers import grade, integer
+from moend.benchmarks.answers.extract import grade, integer
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
 from moend.benchmarks.hub import HubFile
 from moend.errors import Blocked, UserError

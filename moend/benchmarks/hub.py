@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moend.errors import Blocked
-from moend.models import hub_is_off, hub_roots
+from moend.models.load import hub_is_off, hub_roots
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from moend.benchmarks.answers import first_line
+from moend.benchmarks.answers.extract import first_line
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
 from moend.benchmarks.hub import HubFile
 from moend.benchmarks.metrics import METRICS, PARAGRAPH, PARAGRAPH_ZH

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from moend.benchmarks.answers import number_of_digits
+from moend.benchmarks.answers.extract import number_of_digits
 from moend.benchmarks.base import (
     Benchmark,
     Prompt,

@@ -1,10 +1,10 @@
 """The compressed cache: packing, rows, attention, prefill. The only place that knows transformers' caches."""
 
-from moend.cache.attention import NAME, attention_of
-from moend.cache.cache import CompressedCache
+from moend.cache.compressed import CompressedCache
+from moend.cache.layer_kv import Reindex, Row, Schedule, ragged
 from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, cache_argument, compress, prefill
-from moend.cache.row import Reindex, Row, Schedule, ragged
 from moend.cache.select import Selector, select
+from moend.hf.attention import NAME, attention_of
 
 __all__ = [
     "NAME",

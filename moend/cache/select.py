@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moend.rope import Rotary
+    from moend.hf.rope import Rotary
     from moend.scoring import Scorer
 
 

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from moend.cache import Prefilled, attention_of, prefill
-from moend.cache.cache import OBSERVATIONS
+from moend.cache.compressed import OBSERVATIONS
+from moend.cache.layer_kv import Row, gather
 from moend.cache.prefill import sliding_window
-from moend.cache.row import Row, gather
 from moend.cache.select import Selector
 from moend.calibration.kl import Stack
 from moend.calibration.sensitivity import Config, attention_blocks, encode, kept_tokens
 from moend.calibration.sweep import Base, Change, Sweep
 from moend.errors import UserError
+from moend.hf.rope import depends_on_length, rotary
 from moend.plan import Storage
-from moend.rope import depends_on_length, rotary
 
 VERSION = 1
 TOKENS = 2048  # of windows under way at once

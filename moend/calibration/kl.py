@@ -32,7 +32,7 @@ from moend.calibration.sensitivity import (
     scorer_ranks,
 )
 from moend.errors import UserError, unknown
-from moend.rope import Rotary, rotary
+from moend.hf.rope import Rotary, rotary
 from moend.scoring import Scorer
 
 VERSION = 1
@@ -193,7 +193,7 @@ class _Compressed:
         self.entries: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """keys, values (rows, H, T, d): what `moend.cache.attention` is to call is attached to the keys."""
+        """keys, values (rows, H, T, d): what `moend.hf.attention` is to call is attached to the keys."""
         self.entries = keys, values
         handed = keys.view(keys.shape)
         handed.moend_layer = self  # type: ignore[attr-defined]

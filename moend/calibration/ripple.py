@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from moend.cache import Prefilled, attention_of, prefill
-from moend.cache.cache import OBSERVATIONS
-from moend.cache.row import gather
+from moend.cache.compressed import OBSERVATIONS
+from moend.cache.layer_kv import gather
 from moend.cache.select import Selector
 from moend.calibration.kl import Stack
 from moend.calibration.sensitivity import attention_blocks, kept_tokens
 from moend.calibration.sweep import Base, Change, Sweep
 from moend.errors import UserError
-from moend.rope import depends_on_length
+from moend.hf.rope import depends_on_length
 
 VERSION = 1
 RESAMPLES = 2000

@@ -48,7 +48,7 @@ class _Prefix:
         self.own: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """keys, values (rows, H, w, d) of the window; `moend.cache.attention` finds this object at the keys."""
+        """keys, values (rows, H, w, d) of the window; `moend.hf.attention` finds this object at the keys."""
         self.own = keys, values
         handed = keys.view(keys.shape)
         handed.moend_layer = self  # type: ignore[attr-defined]

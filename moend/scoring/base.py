@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moend.rope import Rotary
+from moend.hf.rope import Rotary
 
 
 @dataclass(frozen=True)

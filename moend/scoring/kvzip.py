@@ -16,7 +16,7 @@ QUERY_BLOCK = 256  # queries whose attention is held at a time
 class KVZip:
     """The most attention a context entry receives while the context is reconstructed (KVZip, arXiv 2505.23416).
 
-    The scores come from one extra pass over the prompt's cache (`moend.passes`), which every cell that needs it
+    The scores come from one extra pass over the prompt's cache (`moend.replay`), which every cell that needs it
     shares; the largest over the queries of reconstruction prompt and repeated context and over the query heads of a
     group, in (0, 1). What precedes the context and the first entries (sinks) are 3, so that they stay. What follows it
     (the question, where it is visible) was not reconstructed and is what comes next: it lies in (1, 2], newest highest.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moend.errors import UserError, unknown
-from moend.rope import pairs, unpairs
+from moend.hf.rope import pairs, unpairs
 from moend.scoring.base import LayerView
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from moend import models
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered, Sample
 from moend.cache import Row
 from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
-from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice, measure
+from moend.calibration.trig import TrigStatistics
 from moend.engine import Engine, Generation, Job, Outcome, stable_seed
 from moend.errors import UserError
-from moend.methods import BoundMethod, bind, method, method_names
+from moend.methods.bind import BoundMethod, bind, method, method_names
+from moend.models import load as models
 from moend.plan import Budget, layer_bytes
 from moend.scoring import scorer
 from tests.tiny import tiny

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from moend import engine as engine_module
-from moend import models
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered
 from moend.engine import Engine, Job
 from moend.errors import UserError
-from moend.methods import BoundMethod, bind, method
-from moend.passes import Passes
+from moend.methods.bind import BoundMethod, bind, method
+from moend.models import load as models
 from moend.plan import Budget
+from moend.replay import Passes
 from tests.tiny import tiny
 
 

@@ -9,9 +9,9 @@ import torch
 
 from moend.cache import LayerCapture, Prefilled
 from moend.errors import Infeasible
-from moend.methods import BoundMethod, bind, method, method_names
+from moend.hf.rope import Rotary
+from moend.methods.bind import BoundMethod, bind, method, method_names
 from moend.plan import Arch, Budget
-from moend.rope import Rotary
 from tests.moend.test_methods import calibrations
 
 # Layers as SmolLM2 and recall_moe have them; how many there are does not change a share.

@@ -17,9 +17,9 @@ from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattice, lattice
 from moend.errors import Blocked, Infeasible, UserError
-from moend.methods import BoundMethod, Method, bind, from_fields, method, method_names, reference_length
+from moend.hf.rope import Rotary
+from moend.methods.bind import BoundMethod, Method, bind, from_fields, method, method_names, reference_length
 from moend.plan import Arch, Budget, RoutingPlan, layer_bytes, peak_layer_bytes
-from moend.rope import Rotary
 
 ARCH = Arch(layers=6, q_heads=4, kv_heads=2, head_dim=64, max_positions=4096)
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)

@@ -19,9 +19,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import moend
-from moend import models
 from moend.errors import Blocked, UserError
-from moend.models import ModelSpec
+from moend.models import load as models
+from moend.models.load import ModelSpec
 from moend.plan import Arch
 from tests.tiny import tiny
 
@@ -434,7 +434,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.moend.test_models import wheel_spec
-from moend import models
+from moend.models import load as models
 cache, wheel = Path({cache!r}), Path({wheel!r})
 (cache / f"ready-{{sys.argv[1]}}").touch()
 while len(list(cache.glob("ready-*"))) < 2:

@@ -9,12 +9,12 @@ import torch
 from transformers import AttentionInterface
 
 from moend.cache import prefill
-from moend.cache.attention import attention_of
 from moend.errors import UserError
-from moend.methods import bind, method
-from moend.passes import CARRY, SINKS, Passes, Request, request, routing_flips
+from moend.hf.attention import attention_of
+from moend.hf.routers import Routing
+from moend.methods.bind import bind, method
 from moend.plan import Arch, Budget
-from moend.routers import Routing
+from moend.replay import CARRY, SINKS, Passes, Request, request, routing_flips
 from moend.scoring.moezip import fisher_trace
 from tests.tiny import tiny
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moend import models
 from moend.benchmarks import benchmark
 from moend.engine import Engine, Job
-from moend.methods import bind, method
+from moend.hf.routers import Routing
+from moend.methods.bind import bind, method
+from moend.models import load as models
 from moend.plan import Budget
-from moend.routers import Routing
 
 FOLDER = Path(models.PACKAGE) / "fixtures" / "recall_moe_v2"
 

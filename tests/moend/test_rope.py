@@ -1,4 +1,4 @@
-"""moend.rope against transformers' own rotary modules."""
+"""moend.hf.rope against transformers' own rotary modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from moend.errors import UserError
-from moend.rope import Rotary, depends_on_length, pairs, rotary, unpairs, unrotate
+from moend.hf.rope import Rotary, depends_on_length, pairs, rotary, unpairs, unrotate
 from tests.tiny import ARCHITECTURES, tiny
 
 BASE: dict[str, Any] = {"rope_theta": 10000.0}

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moend.errors import UserError
-from moend.routers import Routing, find, read
+from moend.hf.routers import Routing, find, read
 from tests.tiny import tiny
 
 EXPERTS, TOP_K = 8, 2

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipelines import figures, run
-from pipelines.compose import Point, run_hydra
+from pipelines import run
+from pipelines.cli.hydra import Point, run_hydra
+from pipelines.reporting import figures
 from tests.pipelines import stub
 from tests.pipelines.wandb_server import Server
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from moend.errors import Infeasible, UserError
 from moend.plan import Budget
-from pipelines import identity
-from pipelines.evaluate import CalibrationNeed, Facts
-from pipelines.schema import RunConfig
+from pipelines.execution.session import CalibrationNeed, Facts
+from pipelines.planning import identity
+from pipelines.planning.schema import RunConfig
 
 
 class Library:
@@ -124,7 +124,7 @@ def sensitivity(folder: Path) -> dict[str, Any]:
 
 def install(monkeypatch: Any, **attributes: Any) -> Library:
     """Make the launcher use one stub library, and return it."""
-    from pipelines import evaluate
+    from pipelines.execution import session as evaluate
 
     library = Library()
     for name, value in attributes.items():

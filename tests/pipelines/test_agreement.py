@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from moend.cache import row
-from pipelines import report, run
+from moend.cache import layer_kv as row
+from pipelines import run
+from pipelines.reporting import report
 
 SMALL = [
     "model=recall_moe", "benchmark=recall", "benchmark.limit=2", "benchmark.tasks=[num]", "tracking=none", "budget=30%",

@@ -15,8 +15,8 @@ from hydra.types import RunMode
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipelines import points
-from pipelines.compose import Point, config_folder, leaves
+from pipelines.cli.hydra import Point, config_folder, leaves
+from pipelines.planning import points
 from tests.pipelines.conftest import compose_points
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from moend import methods
-from pipelines import identity, run
-from pipelines.compose import config_folder
-from pipelines.evaluate import Library
-from pipelines.schema import validate
+from moend.methods import bind as methods
+from pipelines import run
+from pipelines.cli.hydra import config_folder
+from pipelines.execution.session import Library
+from pipelines.planning import identity
+from pipelines.planning.schema import validate
 from tests.pipelines.conftest import Runs, compose_points
 
 OPTIONS = [
@@ -177,9 +178,10 @@ def test_help_and_mistakes_import_no_torch() -> None:
 def test_status_is_light_and_planning_needs_no_compiler() -> None:
     """What is slow to import is left to those who use it."""
     light = (
-        "import sys, pipelines.status, pipelines.worker; assert not {'torch', 'scipy', 'matplotlib'} & set(sys.modules)"
+        "import sys, pipelines.status, pipelines.cluster.worker; "
+        "assert not {'torch', 'scipy', 'matplotlib'} & set(sys.modules)"
     )
-    plan = "import sys, moend.methods; assert not {'torch._dynamo', 'scipy.stats'} & set(sys.modules)"
+    plan = "import sys, moend.methods.bind; assert not {'torch._dynamo', 'scipy.stats'} & set(sys.modules)"
     root = Path(__file__).resolve().parents[2]
     for code in (light, plan):
         subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True)

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moend import models
 from moend.benchmarks import text
 from moend.calibration import DamageSettings
 from moend.calibration.damage import repeated
-from pipelines import calibrate, evaluate, run
-from pipelines.schema import validate
+from moend.models import load as models
+from pipelines import run
+from pipelines.execution import calibrate
+from pipelines.execution import session as evaluate
+from pipelines.planning.schema import validate
 from tests.pipelines.conftest import compose_points
 
 SMALL = [

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from pipelines import dashboard, schema, tracking
-from pipelines.store import Store, read_json, write_json
+from pipelines.planning import schema
+from pipelines.store.cells import Store, read_json, write_json
+from pipelines.tracking import dashboards as dashboard
+from pipelines.tracking import wandb as tracking
 from tests.pipelines import wandb_files
 from tests.pipelines.wandb_server import Server
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moend.statistics import compare, holm
-from pipelines.deltas import Scored, deltas
+from moend.statistics.paired import compare, holm
+from pipelines.results.deltas import Scored, deltas
 
 
 def cell(method: str, scores: list[float], budget: str = "10%", full: bool = False, own: str = "") -> Scored:

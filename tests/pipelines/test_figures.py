@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moend.statistics import Difference
+from moend.statistics.paired import Difference
 from perf.report import build
-from pipelines import evaluate, figures
-from pipelines.deltas import Delta
-from pipelines.figures import (
+from pipelines.execution import session as evaluate
+from pipelines.reporting import figures
+from pipelines.reporting.figures import (
     ablation,
     accuracy_memory,
     anchors,
@@ -25,8 +25,9 @@ from pipelines.figures import (
     speed,
     style,
 )
-from pipelines.store import Store
-from pipelines.sweep import Sweep, compared, rows
+from pipelines.results.deltas import Delta
+from pipelines.results.sweep import Sweep, compared, rows
+from pipelines.store.cells import Store
 
 METHODS = ("1d", "2d_uniform", "2d", "2d_hetero", "SnapKV", "MoEZip")
 
@@ -84,11 +85,11 @@ def test_incomplete_cells_are_in_no_figure(tmp_path: Path) -> None:
 
 
 def test_a_module_with_pictures_is_found(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = types.ModuleType("pipelines.figures.zzz")
+    module = types.ModuleType("pipelines.reporting.figures.zzz")
     picture = figures.Picture("zzz", "a title", "a caption.", lambda path: False)
     module.pictures = lambda sweep: [picture]  # type: ignore[attr-defined]
     module.ORDER = 1  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pipelines.figures.zzz", module)
+    monkeypatch.setitem(sys.modules, "pipelines.reporting.figures.zzz", module)
     (tmp_path / "zzz.py").write_text("")
     monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(tmp_path)])
     assert figures.pictures(sweep)[0] is picture

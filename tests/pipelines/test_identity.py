@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moend.errors import UserError
-from pipelines import identity
-from pipelines.compose import leaves
-from pipelines.evaluate import Library
-from pipelines.schema import validate
+from pipelines.cli.hydra import leaves
+from pipelines.execution.session import Library
+from pipelines.planning import identity
+from pipelines.planning.schema import validate
 from tests.pipelines.conftest import compose_points
 
 JSON = st.recursive(

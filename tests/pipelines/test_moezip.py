@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipelines import calibrate, run
+from pipelines import run
+from pipelines.execution import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

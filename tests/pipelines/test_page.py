@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from perf.report import build
-from pipelines import report
-from pipelines.store import Store
+from pipelines.reporting import report
+from pipelines.store.cells import Store
 from tests import browser as driver
 
 CHAIN = ("1d", "2d_uniform", "2d", "2d_hetero", "SnapKV")

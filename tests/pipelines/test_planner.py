@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moend.methods import Method
+from moend.methods.bind import Method
 from moend.plan import Arch
-from pipelines import calibrate, estimate, identity, planner, terminal
-from pipelines.evaluate import Library
-from pipelines.store import Store
+from pipelines.cli import terminal
+from pipelines.execution import calibrate
+from pipelines.execution.session import Library
+from pipelines.planning import estimate, identity, planner
+from pipelines.store.cells import Store
 from tests.pipelines.conftest import Runs, compose_points
 
 FIXTURE = ["model=recall_moe", "benchmark=recall", "benchmark.rows=2", "benchmark.tasks=[num]"]

@@ -10,10 +10,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from moend import models
 from moend.benchmarks import benchmark
 from moend.errors import Blocked
-from pipelines import prefetch
+from moend.models import load as models
+from pipelines.execution import prefetch
 
 HERE = ["model=recall_moe", "benchmark=recall"]
 Command = Callable[..., tuple[int, str]]

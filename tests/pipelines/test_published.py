@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from moend import statistics
+from moend.statistics import paired as statistics
 from perf.report import ARCH, build
-from pipelines import beside, report
-from pipelines.beside import comparisons
-from pipelines.published import Fact, PublishedTable, categories, tables
-from pipelines.store import Store
-from pipelines.sweep import Sweep, compared, rows
+from pipelines.reporting import match as beside
+from pipelines.reporting import report
+from pipelines.reporting.match import comparisons
+from pipelines.reporting.published import Fact, PublishedTable, categories, tables
+from pipelines.results.sweep import Sweep, compared, rows
+from pipelines.store.cells import Store
 
 MODEL = "deepseek_r1_distill_qwen_7b"
 

@@ -11,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from moend.errors import UserError
-from pipelines import report, results, sweep
-from pipelines.store import Store
-from pipelines.tables import diagnosed, remarks
+from pipelines.reporting import report
+from pipelines.reporting.tables import diagnosed, remarks
+from pipelines.results import aggregate as results
+from pipelines.results import sweep
+from pipelines.store.cells import Store
 from tests.pipelines.conftest import Runs
 
 

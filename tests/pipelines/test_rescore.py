@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from moend import models
 from moend.benchmarks.recall import Recall
-from pipelines import evaluate, report, results, run
-from pipelines.figures import niah_heatmap
+from moend.models import load as models
+from pipelines import run
+from pipelines.execution import session as evaluate
+from pipelines.reporting import report
+from pipelines.reporting.figures import niah_heatmap
+from pipelines.results import aggregate as results
 from tests.pipelines.conftest import Runs
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines import calibrate, run
-from pipelines.figures import ripple_profile
+from pipelines import run
+from pipelines.execution import calibrate
+from pipelines.reporting.figures import ripple_profile
 
 SMALL = [
     "model=recall_moe",

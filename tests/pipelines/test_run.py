@@ -16,8 +16,13 @@ import pytest
 
 from moend.benchmarks import benchmark
 from moend.errors import UserError
-from pipelines import calibrate, evaluate, launcher, planner, report, results
-from pipelines.store import Lease, LeaseLost, Store
+from pipelines.execution import calibrate
+from pipelines.execution import runner as launcher
+from pipelines.execution import session as evaluate
+from pipelines.planning import planner
+from pipelines.reporting import report
+from pipelines.results import aggregate as results
+from pipelines.store.cells import Lease, LeaseLost, Store
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 
@@ -25,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ("method=full,1d,2d,2d_hetero", "budget=10%,25%", "-m")
 STUB_MAIN = """
 import sys
-from pipelines import evaluate, figures, run
+from pipelines import run
+from pipelines.execution import session as evaluate
+from pipelines.reporting import figures
 from tests.pipelines import stub
 figures.pictures = lambda sweep: []  # drawing is slow, and nobody looks at them
 evaluate.Library, evaluate.single_operations = stub.Library, stub.single_operations

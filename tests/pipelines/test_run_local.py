@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pipelines import cancel, status
-from pipelines.jobs import Submitted
-from pipelines.store import Store
+from pipelines.cluster import cancel, status
+from pipelines.cluster.jobs import Submitted
+from pipelines.store.cells import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0

@@ -13,8 +13,8 @@ import pytest
 
 from moend import benchmarks
 from moend.benchmarks.longbench import TABLE, TASKS_E
-from moend.statistics import score_interval, wilson
-from pipelines import score
+from moend.statistics.paired import score_interval, wilson
+from pipelines.results import predictions as score
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLD = {"passage_retrieval_en": "Paragraph 2", "passage_retrieval_zh": "段落2", "trec": "Date", "lsht": "体育"}
@@ -313,7 +313,7 @@ def test_math(run: Score, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_and_mistakes_import_no_torch() -> None:
     code = (
-        "import sys; from pipelines import score; "
+        "import sys; from pipelines.results import predictions as score; "
         "assert score.main(['--help']) == 0 and score.main(['benchmark=nope', 'predictions=x']) == 2; "
         "assert 'torch' not in sys.modules and 'jieba' not in sys.modules"
     )

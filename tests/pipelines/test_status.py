@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipelines import cancel, run, status
-from pipelines.jobs import End, Job, Started, Submitted, last_line
-from pipelines.store import Process, Store, read_json, write_json
+from pipelines import run
+from pipelines.cluster import cancel, status
+from pipelines.cluster.jobs import End, Job, Started, Submitted, last_line
+from pipelines.store.cells import Process, Store, read_json, write_json
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs
 from tests.pipelines.test_submit import programs

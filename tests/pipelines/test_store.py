@@ -17,8 +17,18 @@ from typing import Any
 import pytest
 
 from moend.errors import UserError
-from pipelines import store as module
-from pipelines.store import Busy, CellStore, CorruptRecords, Lease, LeaseLost, Shard, Store, write_atomic, write_json
+from pipelines.store import cells as module
+from pipelines.store.cells import (
+    Busy,
+    CellStore,
+    CorruptRecords,
+    Lease,
+    LeaseLost,
+    Shard,
+    Store,
+    write_atomic,
+    write_json,
+)
 
 
 def cell(tmp_path: Path) -> CellStore:
@@ -232,7 +242,7 @@ def test_a_silent_lease_expires_and_its_holder_notices(tmp_path: Path) -> None:
 
 def test_a_dead_process_on_this_machine_holds_nothing(tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from pipelines.store import Lease; "
+        "import os; from pathlib import Path; from pipelines.store.cells import Lease; "
         f"Lease(Path({str(tmp_path / 's')!r})); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from moend.errors import UserError
-from pipelines import planner, slurm, snapshot, submit
-from pipelines.jobs import Job, Submitted
-from pipelines.planner import Plan
-from pipelines.schema import ClusterConfig, minutes, validate
-from pipelines.store import Process
+from pipelines.cluster import slurm, snapshot, submit
+from pipelines.cluster.jobs import Job, Submitted
+from pipelines.planning import planner
+from pipelines.planning.planner import Plan
+from pipelines.planning.schema import ClusterConfig, minutes, validate
+from pipelines.store.cells import Process
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points
 
@@ -139,7 +140,7 @@ def test_shards_without_work_are_left_out(tmp_path: Path) -> None:
 
 def test_calibrations_come_in_an_order_in_which_each_finds_what_it_reads(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "method=2d,2d_hetero", "budget=10%", "-m")
-    from pipelines.evaluate import CalibrationNeed
+    from pipelines.execution.session import CalibrationNeed
 
     needs = tuple(CalibrationNeed(kind, f"key-{kind}", {}) for kind in ("queries", "sensitivity"))
     for cell, n in zip(plan.cells, (1, 2), strict=True):

@@ -11,9 +11,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from pipelines import planner
-from pipelines.compose import Point, run_hydra, sweep_folder
-from pipelines.evaluate import Library
+from pipelines.cli.hydra import Point, run_hydra, sweep_folder
+from pipelines.execution.session import Library
+from pipelines.planning import planner
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 
 NAMES = sorted(p.stem for p in sweep_folder().glob("*.yaml"))
@@ -104,7 +104,7 @@ TABLE2 = [*SHAPE, "method=full,1d,2d_uniform,2d,2d_hetero", "budget=512,1024,204
 def test_table_2_is_planned_without_hub_or_weights(
     runs: Runs, cold: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pipelines import evaluate
+    from pipelines.execution import session as evaluate
 
     monkeypatch.setattr(evaluate, "Library", Library)  # the real one
     assert runs(*TABLE2, "dry_run=true", f"paths.cache={cold}", "-m") == 0

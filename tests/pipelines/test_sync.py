@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from pipelines import run, sync, tracking
-from pipelines.store import Lease, Store, read_json, write_json
+from pipelines import run
+from pipelines.store.cells import Lease, Store, read_json, write_json
+from pipelines.tracking import upload as sync
+from pipelines.tracking import wandb as tracking
 from tests.pipelines import stub, wandb_files
 from tests.pipelines.conftest import KEY
 from tests.pipelines.wandb_server import Server

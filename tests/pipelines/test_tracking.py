@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from pipelines import run, tables, tracking
-from pipelines.schema import TrackingConfig
-from pipelines.store import Lease, Store, read_json, record_key, write_json
-from pipelines.tracking import Item
+from pipelines import run
+from pipelines.planning.schema import TrackingConfig
+from pipelines.reporting import tables
+from pipelines.store.cells import Lease, Store, read_json, record_key, write_json
+from pipelines.tracking import wandb as tracking
+from pipelines.tracking.wandb import Item
 from tests.pipelines import wandb_files
 from tests.pipelines.conftest import INHERITED, Runs
 from tests.pipelines.test_run import STUB_MAIN

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipelines import planner, snapshot, submit, terminal, worker
-from pipelines.jobs import Submitted
-from pipelines.launcher import Runner
-from pipelines.planner import Plan
-from pipelines.store import Store, read_json
+from pipelines.cli import terminal
+from pipelines.cluster import snapshot, submit, worker
+from pipelines.cluster.jobs import Submitted
+from pipelines.execution.runner import Runner
+from pipelines.planning import planner
+from pipelines.planning.planner import Plan
+from pipelines.store.cells import Store, read_json
 from tests.pipelines import stub
 from tests.pipelines.conftest import compose_points
 
@@ -115,7 +117,7 @@ def test_the_end_of_the_requeues_is_no_cells_failure(tmp_path: Path) -> None:
 
 def frozen(tmp_path: Path) -> tuple[Path, dict[str, Any], Plan]:
     """A submission as `submit` writes it, with a copy of this code."""
-    from pipelines.schema import ClusterConfig
+    from pipelines.planning.schema import ClusterConfig
 
     plan = make_plan(tmp_path, stub.Library(), "method=1d,2d", "budget=10%", "cluster=local", "-m")
     sweep = Submitted(plan.store.sweep(plan.name))

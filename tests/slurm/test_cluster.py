@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from pipelines import slurm
-from pipelines.jobs import Job, Submitted
-from pipelines.store import Store
+from pipelines.cluster import slurm
+from pipelines.cluster.jobs import Job, Submitted
+from pipelines.store.cells import Store
 
 from .conftest import ENDED, MISSING, PATH, Cluster
 
@@ -307,7 +307,7 @@ def edited(scene: Scene) -> None:
     release = [j.id for j in scene.jobs]
 
     # The copy itself is edited: the job notices and stops
-    with (copy / "pipelines" / "results.py").open("a") as f:
+    with (copy / "pipelines" / "results" / "aggregate.py").open("a") as f:
         f.write("# edited\n")
     assert "1 pending" in scene.status()[1]
     scene.cluster.run("scontrol", "release", *release)
@@ -341,7 +341,7 @@ def edited(scene: Scene) -> None:
     # The checkout is edited until nothing of it works any more: jobs run what was submitted
     scene.run(*axes)
     jobs = scene.jobs[-2:]
-    (scene.code / "pipelines" / "worker.py").write_text("this is no Python\n")
+    (scene.code / "pipelines" / "cluster" / "worker.py").write_text("this is no Python\n")
     (scene.code / "conf" / "method" / "SnapKV.yaml").write_text("name: other\n")
     scene.cluster.run("scontrol", "release", *(j.id for j in jobs))
     states = scene.ended()

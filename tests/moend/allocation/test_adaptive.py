@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moend.allocation import adaptive
 from moend.cache import CompressedCache, LayerCapture, Prefilled
-from moend.methods import bind, method
+from moend.methods.bind import bind, method
 from moend.plan import Arch, Budget
 
 ARCH = Arch(3, 8, 4, 16, 4096)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moend
-from moend.benchmarks import symbolic
-from moend.benchmarks.answers import equal, extract, grade, integer
+from moend.benchmarks.answers import symbolic
+from moend.benchmarks.answers.extract import equal, extract, grade, integer
 
 ROOT = Path(moend.__file__).parent.parent
 MATH = Path(os.environ.get("MOEND_SHARED", ROOT.parent / "shared")) / "data" / "math"
@@ -415,7 +415,7 @@ def test_equality_works_off_the_main_thread() -> None:
 
 def test_grading_words_and_numbers_starts_no_process_and_imports_no_sympy() -> None:
     code = (
-        "import sys; from moend.benchmarks import answers, symbolic\n"
+        "import sys; from moend.benchmarks.answers import extract as answers, symbolic\n"
         "assert answers.grade(r'\\boxed{\\frac12}', '0.5', 'math')[0]\n"
         "assert answers.grade(r'\\boxed{025}', '25', 'integer')[0]\n"
         "assert symbolic._worker._process is None and 'sympy' not in sys.modules and 'torch' not in sys.modules\n"

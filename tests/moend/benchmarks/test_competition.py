@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from moend import models
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import asks_to_think
 from moend.benchmarks.competition import INSTRUCTION
 from moend.errors import Blocked, UserError
+from moend.models import load as models
 from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, byte_tokenizer
 from tests.moend.benchmarks.test_answers import MATH, needs_math

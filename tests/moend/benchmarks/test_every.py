@@ -102,7 +102,7 @@ def test_fields_of_the_file_are_all_that_can_be_set(name: str) -> None:
     """A key that is not in the file cannot be overridden on the command line."""
     import yaml
 
-    from pipelines.compose import config_folder
+    from pipelines.cli.hydra import config_folder
 
     listed = yaml.safe_load((config_folder() / "benchmark" / f"{name}.yaml").read_text())
     hidden = {"reasoning"}  # set by generation

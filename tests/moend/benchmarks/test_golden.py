@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from moend import models
 from moend.benchmarks import benchmark
+from moend.models import load as models
 from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, LONGBENCH, STRIPPING, byte_tokenizer, needs_longbench
 

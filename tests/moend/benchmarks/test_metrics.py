@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rouge import Rouge
 
 from moend.benchmarks import metrics as M
-from moend.benchmarks.answers import after_thinking, first_line, number_of_digits
+from moend.benchmarks.answers.extract import after_thinking, first_line, number_of_digits
 
 
 @pytest.mark.parametrize(

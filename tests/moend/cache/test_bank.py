@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.cache import bank as bank_module
-from moend.cache import compiled
-from moend.cache.bank import Bank
+from moend.cache import packed_store as bank_module
+from moend.cache.packed_store import Bank
 from moend.cache.packing import quantise_k, quantise_v
+from moend.kernels.cpu import compiled
 
 STORES = [8, 4, 2, torch.float32, torch.float16, torch.bfloat16]
 

@@ -24,9 +24,9 @@ from moend.cache import (
     ragged,
     select,
 )
-from moend.cache.attention import _fused, attention_mass, causal, causal_and_mass
-from moend.cache.strands import Strands
+from moend.cache.decode.strands import Strands
 from moend.errors import UserError
+from moend.hf.attention import _fused, attention_mass, causal, causal_and_mass
 from moend.plan import Storage, layer_bytes
 from moend.scoring import LayerView
 from tests.tiny import ARCHITECTURES, tiny
@@ -227,7 +227,7 @@ def test_sliding_layers_keep_what_can_still_be_seen():
 
 def test_refuses_what_it_does_not_understand():
     query = torch.randn(1, 4, 3, 16)
-    from moend.cache.attention import attention
+    from moend.hf.attention import attention
 
     with pytest.raises(UserError, match="softcap"):
         attention(torch.nn.Linear(1, 1), query, query, query, None, softcap=30.0)
@@ -247,7 +247,7 @@ def test_wrong_attention_function_is_refused():
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("way", ["96 queries", "16 queries", "fused"])
 def test_causal_against_dense(padded, window, way, monkeypatch):
-    monkeypatch.setattr("moend.cache.attention.BLOCK", 1 if way.startswith("16") else 2**24)
+    monkeypatch.setattr("moend.hf.attention.BLOCK", 1 if way.startswith("16") else 2**24)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # KV heads at a time: across sequences, and one left over
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 600, 16), torch.randn(2, 2, 700, 16), torch.randn(2, 2, 700, 16)
@@ -291,7 +291,7 @@ def dense_mass(q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor, scaling: f
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(("block", "threads"), [(1, 3), (2**24, 1)])
 def test_attention_mass_against_dense(monkeypatch, padded, window, block, threads):
-    monkeypatch.setattr("moend.cache.attention.BLOCK", block)
+    monkeypatch.setattr("moend.hf.attention.BLOCK", block)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
     q, k = 3 * torch.randn(2, 6, 150, 16), torch.randn(2, 2, 150, 16)

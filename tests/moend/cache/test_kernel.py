@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")  # tests/__init__.py has it interpret
 
-from moend.cache import kernel
-from moend.cache.row import Row
-from moend.cache.strands import Strands
+from moend.cache.decode.strands import Strands
+from moend.cache.layer_kv import Row
+from moend.kernels.triton import launch as kernel
 from moend.plan import Storage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

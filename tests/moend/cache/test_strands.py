@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.cache.row import PROMPT_ONLY, Row, Schedule
-from moend.cache.strands import PADDING, Strands, allocation, buckets
+from moend.cache.decode.strands import PADDING, Strands, allocation, buckets
+from moend.cache.layer_kv import PROMPT_ONLY, Row, Schedule
 from moend.plan import Storage
 
 HEADS, GROUP, DIM, SEEN = 2, 3, 16, 200

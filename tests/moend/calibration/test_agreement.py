@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from moend import models
-from moend.cache import prefill, row
+from moend.cache import layer_kv as row
+from moend.cache import prefill
 from moend.calibration.agreement import BITS, LEAST, token_agreement
-from moend.methods import bind, from_fields, method, method_names
+from moend.methods.bind import bind, from_fields, method, method_names
+from moend.models import load as models
 from moend.plan import Arch, Budget
 from tests.moend.scoring.decoding import step
 from tests.tiny import tiny
@@ -82,7 +83,7 @@ def test_a_window_needs_a_prefix() -> None:
 def test_embedded_model_agrees_in_every_layout() -> None:
     """20 x 64 tokens on SmolLM2: at 8 bit at least 0.98 of them are full's, in each layout that a method stores."""
     from moend.calibration import AgreementSettings
-    from pipelines.evaluate import _examples
+    from pipelines.execution.session import _examples
 
     cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
     loaded = models.load(models.spec("smollm2_135m"), cache)

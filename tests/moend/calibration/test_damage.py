@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import damage_table, repeated
-from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import Config, decode
 from moend.calibration.sweep import Base
+from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
 from moend.plan import Storage
 from moend.scoring import scorer

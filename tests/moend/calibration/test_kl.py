@@ -11,8 +11,8 @@ import moend.calibration.kl as module
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.calibration.artefact import Artefact
 from moend.calibration.kl import COARSE, PAPER, agreement, kl_table, named_configs, windows
-from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import Config, attention_blocks, random_ranks, table
+from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
 from moend.scoring import scorer
 from tests.tiny import ARCHITECTURES, tiny

@@ -11,7 +11,6 @@ import moend.calibration.sensitivity as module
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled
 from moend.calibration.artefact import Artefact
-from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import (
     EXTRA_KEEPS,
     KEEPS,
@@ -27,6 +26,7 @@ from moend.calibration.sensitivity import (
     sensitivity,
     table,
 )
+from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
 from moend.scoring import scorer
 from tests.tiny import ARCHITECTURES, tiny

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moend.cache import CompressedCache, attention_of, cache_argument, prefill
-from moend.methods import BoundMethod
-from moend.rope import rotary
+from moend.hf.rope import rotary
+from moend.methods.bind import BoundMethod
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moend.cache import prefill
-from moend.methods import bind, method
+from moend.methods.bind import bind, method
 from moend.plan import Arch, Budget, layer_bytes
 from moend.scoring import scorer
 from tests.moend.scoring.decoding import Pass, check

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moend.cache import prefill
 from moend.errors import UserError
-from moend.methods import bind, method
+from moend.hf.rope import Rotary, rotary, unrotate
+from moend.methods.bind import bind, method
 from moend.plan import Arch, Budget
-from moend.rope import Rotary, rotary, unrotate
 from tests.moend.scoring.decoding import Pass, check, step
 from tests.tiny import tiny
 

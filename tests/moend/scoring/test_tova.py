@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.methods import bind, method
+from moend.methods.bind import bind, method
 from moend.plan import Arch, Budget
 from moend.scoring import LayerView, scorer
 from tests.moend.scoring.decoding import Pass, check

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moend.errors import UserError
-from moend.rope import Rotary, pairs, unrotate
+from moend.hf.rope import Rotary, pairs, unrotate
 from moend.scoring import LayerView, scorer
 from tests.moend.scoring.views import roped, row, view
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moend.rope import Rotary
+from moend.hf.rope import Rotary
 from moend.scoring import LayerView
 
 

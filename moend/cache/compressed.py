@@ -1,0 +1,300 @@
+"""The caches: one that captures a prefill, and one that holds what a method kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from moend.cache.decode.strands import Ints, Strands, allocation
+from moend.cache.layer_kv import Row
+from moend.errors import UserError
+from moend.hf.attention import NAME
+
+OBSERVATIONS = ("mass",)
+
+
+class CaptureLayer(CacheLayerMixin):
+    """Keys and values of a prefill in the model's own precision; the last queries and observations if asked for.
+
+    observed: by name, what only the pass over the prompt shows, entries last. "mass" (B, H, T) float32 is the attention
+    each entry received from all queries (`attention_mass`).
+    """
+
+    is_sliding = False
+    keys: Tensor | None
+    values: Tensor | None
+
+    def __init__(self, last_queries: int = 0, observe: Collection[str] = ()):
+        super().__init__()
+        if odd := set(observe) - set(OBSERVATIONS):
+            raise ValueError(f"a prefill cannot observe {', '.join(sorted(odd))}: one of {', '.join(OBSERVATIONS)}")
+        self.last_queries, self.wanted = last_queries, frozenset(observe)
+        self.queries: Tensor | None = None
+        self.observed: dict[str, Tensor] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate ahead."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append a chunk (B, H, q, d); returns everything so far, marked so that attention finds this layer."""
+        self.is_initialized = True
+        if self.keys is None or self.values is None:
+            self.keys, self.values = key_states, value_states
+        else:
+            self.keys = torch.cat([self.keys, key_states], dim=2)
+            self.values = torch.cat([self.values, value_states], dim=2)
+        if self.last_queries or self.wanted:
+            marked = self.keys.view_as(self.keys)
+            marked.capture = self  # type: ignore[attr-defined]
+            return marked, self.values
+        return self.keys, self.values
+
+    def add_mass(self, mass: Tensor) -> None:
+        """What all entries so far (B, H, T) received from a chunk's queries."""
+        if (before := self.observed.get("mass")) is not None:
+            mass[..., : before.shape[2]] += before
+        self.observed["mass"] = mass
+
+    def keep_last(self, query: Tensor) -> None:
+        """The last of a chunk's queries (B, H_q, q, d)."""
+        if w := self.last_queries:
+            new = query[:, :, -w:]
+            if self.queries is not None and new.shape[2] < w:
+                new = torch.cat([self.queries[:, :, new.shape[2] - w :], new], dim=2)
+            self.queries = new.clone()
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys a query may see, offset)."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+Held = Row | tuple[Row, ...]
+
+
+class CompressedLayer(CacheLayerMixin):
+    """One layer of a `CompressedCache`: rows at rest until the first token comes, side by side from then on."""
+
+    is_sliding = False
+
+    def __init__(self, held: Sequence[Held] | Strands, config: Any):
+        super().__init__()
+        self._held: list[tuple[Row, ...]] | Strands
+        self._held = held if isinstance(held, Strands) else [(x,) if isinstance(x, Row) else tuple(x) for x in held]
+        self.config, self.is_initialized = config, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Rows exist already."""
+
+    @property
+    def strands(self) -> Strands:
+        """The rows side by side; they are laid out, and let go as rows, when this is first asked for."""
+        if not isinstance(self._held, Strands):
+            self._held = Strands(self._held)
+        return self._held
+
+    @property
+    def parts(self) -> list[tuple[Row, ...]]:
+        """What every sequence holds, at rest: a row, or the rows of its heads."""
+        return self._held.rows() if isinstance(self._held, Strands) else self._held
+
+    @property
+    def rows(self) -> list[Row]:
+        """The same where all heads hold the same number of entries."""
+        if any(len(x) > 1 for x in self.parts):
+            raise ValueError("heads hold different numbers of entries: ask for parts")
+        return [row for (row,) in self.parts]
+
+    @property
+    def held(self) -> Ints:
+        """Bytes of each sequence's entries."""
+        if isinstance(self._held, Strands):
+            return self._held.held
+        return np.array([sum(r.bytes for r in x) for x in self._held], dtype=np.int64)
+
+    @property
+    def trace(self) -> Ints:
+        """(tokens of the last feed, sequences): bytes held after each token."""
+        return self._held.trace if isinstance(self._held, Strands) else self.held[None]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all tensors."""
+        return self._held.allocated if isinstance(self._held, Strands) else int(self.held.sum())
+
+    def counts(self, sequence: int) -> list[int]:
+        """Entries of each KV head."""
+        if isinstance(self._held, Strands):
+            return self._held.count(sequence)
+        return [r.n for r in self._held[sequence] for _ in range(r.heads)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Show attention the way to this layer, which takes in q new tokens (B, H, q, d) as it attends."""
+        if self.config._attn_implementation != NAME:
+            raise UserError(
+                f"a compressed cache needs attn_implementation='{NAME}', "
+                f"the model runs '{self.config._attn_implementation}'"
+            )
+        self._new = key_states, value_states
+        marked = key_states.view_as(key_states)
+        marked.moend_layer = self  # type: ignore[attr-defined]
+        return marked, value_states
+
+    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        """query (B, H_q, q, d) of the newest q tokens -> (B, H_q, q, d)."""
+        keys, values = self._new
+        del self._new
+        return self.strands.attend(query, keys, values, scaling, window)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, evicted ones included: the next query's true position."""
+        if isinstance(self._held, Strands):
+            return self._held.longest
+        return max(row.seen for x in self._held for row in x)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Sizes for the mask hook; visibility follows from positions."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def picked(self, rows: Iterable[int]) -> CompressedLayer:
+        """An independent layer of these sequences, in this order, with repetition."""
+        held = self._held
+        return CompressedLayer(
+            held.pick(list(rows)) if isinstance(held, Strands) else [held[i] for i in rows], self.config
+        )
+
+    def pick(self, rows: Iterable[int]) -> None:
+        """Keep these sequences, in this order, with repetition: for beams and returned sequences."""
+        self._held = self.picked(rows)._held
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search."""
+        self.pick(beam_idx.tolist())
+
+    @property
+    def sequences(self) -> int:
+        """How many."""
+        return self._held.sequences if isinstance(self._held, Strands) else len(self._held)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Sequences that go on."""
+        self.pick(torch.arange(self.sequences)[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times."""
+        self.pick(i for i in range(self.sequences) for _ in range(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: evicted entries cannot come back."""
+        raise UserError("a compressed cache cannot be cropped (assisted decoding is not supported)")
+
+
+class CompressedCache(Cache):
+    """What a method kept of a prompt, layer by layer, with everything generated since; usable by `model.generate`.
+
+    `join` puts caches side by side (cells of a sweep that decode together), `take` keeps some sequences. A sequence
+    behaves the same in any company and however its tokens are fed. Works with models whose config says
+    attn_implementation="moend".
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Held]], config: Any):
+        """layers: for each model layer, one Row per sequence, or the rows of its heads where these differ in length."""
+        self.config = config
+        super().__init__(layers=[CompressedLayer(held, config) for held in layers])
+
+    @property
+    def rows(self) -> list[list[Row]]:
+        """Rows by layer, at rest."""
+        return [layer.rows for layer in self.layers]
+
+    def parts(self, sequence: int = 0) -> list[tuple[Row, ...]]:
+        """By layer what one sequence holds: one row, or the rows of its heads."""
+        return [layer.parts[sequence] for layer in self.layers]
+
+    @classmethod
+    def join(cls, caches: Sequence[CompressedCache]) -> CompressedCache:
+        """One cache whose batch is all of theirs, one after the other."""
+        return cls(
+            [[x for part in layer for x in part.parts] for layer in zip(*(c.layers for c in caches), strict=True)],
+            caches[0].config,
+        )
+
+    @staticmethod
+    def allocation(caches: Sequence[CompressedCache]) -> int:
+        """Bytes that `join` of caches at rest allocates once they decode, padding and spare room included."""
+        return sum(
+            allocation([x for part in layer for x in part.parts])
+            for layer in zip(*(c.layers for c in caches), strict=True)
+        )
+
+    def take(self, rows: Sequence[int]) -> CompressedCache:
+        """An independent cache of these sequences; what is at rest is shared."""
+        twin = CompressedCache([], self.config)
+        twin.layers = [layer.picked(rows) for layer in self.layers]
+        return twin
+
+    def fork(self) -> CompressedCache:
+        """An independent cache; tensors are shared until either changes."""
+        return self.take(range(self.layers[0].sequences))
+
+    @property
+    def held(self) -> Ints:
+        """Bytes of each sequence: codes, scales, zero points, 16-bit entries, positions; no padding."""
+        return np.sum([layer.held for layer in self.layers], axis=0, dtype=np.int64)
+
+    def resident_bytes(self, row: int | None = None) -> int:
+        """Bytes of what is held for a sequence, or for all."""
+        return int(self.held.sum() if row is None else self.held[row])
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all tensors, with the padding and the spare room that a batch shares while it decodes.
+
+        At rest there is none. For its bounds see `moend.cache.decode.strands`.
+        """
+        return sum(layer.allocated for layer in self.layers)
+
+    def tail_bytes(self) -> int:
+        """The part of them that a fork does not share."""
+        return sum(layer.strands.tail_bytes for layer in self.layers)
+
+    @property
+    def peaks(self) -> Ints:
+        """The most each sequence held after any token of the last feed, however many came at once."""
+        peaks: Ints = np.sum([layer.trace for layer in self.layers], axis=0, dtype=np.int64).max(axis=0)
+        return peaks
+
+    def peak_bytes(self, row: int) -> int:
+        """The most a sequence held after any token of the last feed."""
+        return int(self.peaks[row])
+
+    @property
+    def mean_bytes(self) -> npt.NDArray[np.float64]:
+        """Bytes held by each sequence, averaged over the tokens fed."""
+        area = np.sum([layer.strands.area for layer in self.layers], axis=0, dtype=np.int64)
+        return area / max(self.layers[0].strands.clock, 1)
+
+    def counts(self, row: int = 0) -> list[list[int]]:
+        """Entries of each KV head, by layer."""
+        return [layer.counts(row) for layer in self.layers]
+
+    def entries(self, row: int = 0) -> list[int]:
+        """Entries per KV head in each layer, rounded where heads differ."""
+        return [round(sum(c) / len(c)) for c in self.counts(row)]

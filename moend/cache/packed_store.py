@@ -1,0 +1,223 @@
+"""One side (K or V) of the older entries of several strands, stored alike and padded to one number of slots.
+
+Attention reads it as it is. On a CPU, for a few queries at a time, compiled code multiplies the packed codes
+(`moend.kernels.cpu.compiled`); otherwise one block of strands at a time is turned into numbers, used and dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moend.cache.packing import Packed
+from moend.kernels.cpu import compiled
+
+BLOCK = 2**20  # codes that are turned into numbers at a time
+BEHIND = 2**24  # bytes that banks may leave behind as they grow before all that is free goes back to the system
+
+
+class Bank:
+    """Slots (s, M) of `strands`, of bits, group (K: tokens per scale; V: channels), and `per` as in `Packed`.
+
+    x: 16-bit entries (s, M, d) or codes (s, M, d * bits / 8); step, zero float16: K (s, M / group, d), V (s, M, d /
+    group). Unused slots are zero: whoever reads masks them. Attention reads the first `used` slots only (K: whole
+    groups). Twins share tensors until one of them is written to.
+    """
+
+    def __init__(self, strands: Sequence[int], slots: int, bits: int, group: int, per: str, like: Tensor, dim: int):
+        """like: a tensor of the device and of the dtype that 16-bit entries have."""
+        self.bits, self.group, self.per, self.dim = bits, group, per, dim
+        self._shared = False
+        self.x = (
+            like.new_zeros(len(strands), slots, dim) if bits == 16 else _bytes(like, len(strands), slots, dim, bits)
+        )
+        self.step = self.zero = like.new_zeros(0)
+        if bits < 16:
+            shape = (slots // group, dim) if per == "channel" else (slots, dim // group)
+            self.step = like.new_zeros(len(strands), *shape, dtype=torch.float16)
+            self.zero = torch.zeros_like(self.step)
+        self._place(list(strands))
+
+    @classmethod
+    def of(cls, strands: Sequence[int], piece: Packed | Tensor, bits: int, group: int, per: str, dim: int) -> Bank:
+        """A bank that consists of these entries (s, M, ...) and shares their memory until it is written to."""
+        bank = object.__new__(cls)
+        bank.bits, bank.group, bank.per, bank.dim, bank._shared = bits, group, per, dim, True
+        if isinstance(piece, Packed):
+            bank.x, bank.step, bank.zero = piece.codes, piece.step, piece.zero
+        else:
+            bank.x, bank.step, bank.zero = piece, piece.new_zeros(0), piece.new_zeros(0)
+        bank._place(list(strands))
+        return bank
+
+    def _place(self, strands: list[int]) -> None:
+        self.strands = strands
+        first = strands[0]
+        straight = strands == list(range(first, first + len(strands)))
+        self.at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
+        self._names = torch.tensor(strands)
+        self.fill(torch.full((len(strands),), self.slots))
+
+    def fill(self, lengths: Tensor) -> None:
+        """How many slots each strand uses, int64 (s,); `used`: the most."""
+        self.lengths, self.used = lengths, int(lengths.max())
+        self._known: compiled.Entries | None = None  # what there is as compiled code reads it, while that holds
+
+    @property
+    def slots(self) -> int:
+        """M."""
+        return self.x.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, unused slots included."""
+        return self.x.nbytes + self.step.nbytes + self.zero.nbytes
+
+    def pick(self, local: Sequence[int], strands: Sequence[int], slots: int) -> Bank:
+        """These of its strands by their place here, which use `slots`, under new names; all share until one writes."""
+        twin = copy.copy(self)
+        if list(local) == list(range(len(self.strands))):
+            self._shared = twin._shared = True
+        else:
+            index = torch.tensor(local, device=self.x.device)
+            twin.x, twin._shared = self.x[:, :slots][index], False
+            if self.bits < 16:
+                scales = slots // self.group if self.per == "channel" else slots
+                twin.step, twin.zero = self.step[:, :scales][index], self.zero[:, :scales][index]
+        twin._place(list(strands))
+        return twin
+
+    def reserve(self, slots: int) -> None:
+        """Make `slots` of them usable, with an eighth to spare so that growing is amortised."""
+        if slots <= self.slots:
+            return
+        unit = self.group if self.per == "channel" and self.bits < 16 else 1
+        more, before = -(-max(slots - self.slots, self.slots // 8) // unit) * unit, self.nbytes
+        self.x = _longer(self.x, more)
+        if self.bits < 16:
+            more = more // self.group if self.per == "channel" else more
+            self.step, self.zero = _longer(self.step, more), _longer(self.zero, more)
+        self._shared, self._known = False, None
+        if self.x.is_cpu:
+            _give_back(before)
+
+    def write(self, start: int, slot: int, piece: Packed | Tensor) -> None:
+        """Entries of neighbouring strands from `start` on, into the slots from `slot` on (K: whole groups)."""
+        codes = piece.codes if isinstance(piece, Packed) else piece
+        if codes.data_ptr() == self.x.data_ptr() and codes.shape == self.x.shape:
+            return  # they lie there already (`of`)
+        if self._shared:
+            self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
+            self._shared, self._known = False, None
+        rows = slice(start, start + codes.shape[0])
+        self.x[rows, slot : slot + codes.shape[1]] = codes
+        if isinstance(piece, Packed):
+            at = slot // self.group if self.per == "channel" else slot
+            self.step[rows, at : at + piece.step.shape[1]] = piece.step
+            self.zero[rows, at : at + piece.zero.shape[1]] = piece.zero
+
+    def clear(self, start: int, count: int, begin: int, end: int) -> None:
+        """Zeros in the slots begin ... end of `count` neighbouring strands: V that is hidden must be finite."""
+        rows = slice(start, start + count)
+        self.x[rows, begin:end] = 0
+        if self.bits < 16 and self.per == "token":
+            self.step[rows, begin:end] = 0
+            self.zero[rows, begin:end] = 0
+
+    def read(self, start: int, count: int, begin: int, end: int) -> Packed | Tensor:
+        """The slots begin ... end of `count` neighbouring strands, as copies."""
+        rows = slice(start, start + count)
+        codes = self.x[rows, begin:end].clone()
+        if self.bits == 16:
+            return codes
+        if self.per == "channel":
+            begin, end = begin // self.group, -(-end // self.group)
+        step, zero = self.step[rows, begin:end].clone(), self.zero[rows, begin:end].clone()
+        return Packed(codes, step, zero, self.bits, self.group, self.per)
+
+    # Attention
+
+    def score(self, query: Tensor, logits: Tensor) -> None:
+        """q . k of query (S, R, d), all strands there are, into its strands' rows of logits (S, R, >= used)."""
+        if self._compiled(query):
+            compiled.score(query, self._entries(), logits)
+            return
+        mine = query[self.at]
+        parts = [torch.bmm(mine[rows], self._numbers(rows, query.dtype).mT) for rows in self._blocks(query.dtype)]
+        logits[self.at, :, : self.used] = torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def mix(self, probs: Tensor, out: Tensor) -> None:
+        """Add the values weighted by probs (S, R, >= used) to its strands' rows of out (S, R, d)."""
+        if self._compiled(out):
+            compiled.mix(probs, self._entries(), out)
+            return
+        mine = probs[self.at, :, : self.used].to(out.dtype)
+        if isinstance(self.at, slice):
+            for rows in self._blocks(out.dtype):
+                out[self.at][rows].baddbmm_(mine[rows], self._numbers(rows, out.dtype))
+        else:
+            parts = [torch.bmm(mine[rows], self._numbers(rows, out.dtype)) for rows in self._blocks(out.dtype)]
+            out.index_add_(0, self.at, torch.cat(parts))
+
+    def _compiled(self, x: Tensor) -> bool:
+        return x.dtype == torch.float32 and compiled.usable(x, x.shape[1])
+
+    def _entries(self) -> compiled.Entries:
+        if self._known is None:
+            scales = self.step, self.zero
+            self._known = compiled.Entries(self.x, *scales, self.bits, self.group, self.lengths, self._names)
+        return self._known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: its tensors lie elsewhere."""
+        return self.__dict__ | {"_known": None}
+
+    def _blocks(self, dtype: torch.dtype) -> list[slice]:
+        """Strands whose codes become numbers together: all where nothing has to."""
+        n = len(self.strands)
+        same = self.bits == 16 and self.x.dtype == dtype
+        size = n if same else max(BLOCK // (self.used * self.dim), 1)
+        return [slice(i, i + size) for i in range(0, n, size)]
+
+    def _numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """The used entries of some strands (s, used, d)."""
+        if self.bits == 16:
+            return self.x[rows, : self.used].to(dtype)
+        scales = self.used // self.group if self.per == "channel" else self.used
+        codes, step, zero = self.x[rows, : self.used], self.step[rows, :scales], self.zero[rows, :scales]
+        return Packed(codes, step, zero, self.bits, self.group, self.per).dequantise(dtype)
+
+
+def _bytes(like: Tensor, strands: int, slots: int, dim: int, bits: int) -> Tensor:
+    return like.new_zeros(strands, slots, dim * bits // 8, dtype=torch.uint8)
+
+
+@functools.cache
+def _trim() -> Callable[[int], int] | None:
+    with contextlib.suppress(OSError, AttributeError):
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim  # glibc has it
+        return trim
+    return None
+
+
+_behind = 0
+
+
+def _give_back(size: int) -> None:
+    """`size` bytes were left behind: too small a place for the next bank that grows, and malloc would keep it."""
+    global _behind
+    _behind += size
+    if _behind >= BEHIND and (trim := _trim()) is not None:
+        trim(0)
+        _behind = 0
+
+
+def _longer(x: Tensor, more: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(x.shape[0], more, x.shape[2])], dim=1)

@@ -1,0 +1,61 @@
+"""Query statistics for the trig scorer: where a head's queries point before RoPE turns them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moend.cache import prefill
+from moend.errors import UserError
+from moend.hf.rope import pairs, rotary, unrotate
+
+VERSION = 1  # raised when the numbers change
+
+
+@dataclass(frozen=True)
+class TrigStatistics:
+    """Means over positions of a head's complex pre-RoPE queries (TriAttention): E[q_f] and E|q_f| per pair.
+
+    Each is (L, Hq, d/2) float32. Pairs are (i, i + r) in the model's own layout; dimensions that a partial rotary
+    leaves alone follow as pairs of their own (see moend.hf.rope.pairs).
+    """
+
+    mean_real: Tensor
+    mean_imag: Tensor
+    mean_abs: Tensor
+
+    @classmethod
+    def measure(
+        cls, model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk: int = 1024
+    ) -> TrigStatistics:
+        """From one prefill of input_ids (B, T), over all positions that are not padding."""
+        if input_ids.shape[-1] == 0 or (attention_mask is not None and not attention_mask.any()):
+            raise UserError("query statistics need at least one token of calibration text")
+        filled = prefill(model, input_ids, attention_mask, last_queries=input_ids.shape[1], chunk=chunk)
+        rows: list[tuple[Tensor, ...]] = []
+        for index, layer in enumerate(filled.layers):
+            if layer.queries is None:
+                raise RuntimeError(f"prefill captured no queries in layer {index}")
+            positions = filled.positions[:, -layer.queries.shape[2] :]
+            rot = rotary(model, index)
+            real, imag = pairs(unrotate(layer.queries, positions, rot), rot)
+            keep = (positions >= 0).to(real.dtype)
+            rows.append(tuple(_mean(x, keep) for x in (real, imag, torch.hypot(real, imag))))
+        return cls(*(torch.stack(column).cpu() for column in zip(*rows, strict=True)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As an artefact stores them."""
+        return {"mean_real": self.mean_real, "mean_imag": self.mean_imag, "mean_abs": self.mean_abs}
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """One layer's rows, each (Hq, d/2): a LayerView's `statistics`."""
+        return {name: tensor[index] for name, tensor in self.tensors().items()}
+
+
+def _mean(x: Tensor, keep: Tensor) -> Tensor:
+    """The mean of x (B, Hq, T, r) over rows and positions with keep (B, T): (Hq, r)."""
+    total = torch.einsum("bhtr,bt->hr", x, keep)
+    return (total / keep.sum()).float()

@@ -1,0 +1,71 @@
+"""python -m pipelines.cluster.local SUBMISSION: runs a submission on this machine, its stages one after the other.
+
+Started by pipelines.cluster.submit in a session of its own. Workers are submitit's local jobs; they share all groups by
+the leases of the store, so that the others finish what one that dies leaves behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelines.cluster import worker
+from pipelines.cluster.jobs import Submitted, now
+from pipelines.store.cells import read_json
+
+POLL_S = 0.2
+A_MONTH = 30 * 24 * 60  # submitit's local jobs have a time limit of two minutes unless told
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calibrations (each after what it needs), the workers, the report. 0 also where cells failed: files tell."""
+    (path,) = sys.argv[1:] if argv is None else argv
+    frozen = read_json(Path(path))
+    os.environ["MOEND_LOCAL_JOB"] = f"local-{os.getpid()}"
+    pool = _Pool(Submitted(Path(path).parents[1]), int(frozen["workers"]), list(frozen["gpus"]))
+    waiting: dict[str, Any] = dict(frozen["calibrations"])
+    while waiting:
+        ready = [k for k, entry in waiting.items() if not set(entry["after"]) & set(waiting)]
+        pool.run([worker.Calibrate(path, k) for k in ready])
+        for key in ready:
+            del waiting[key]
+    keys = tuple(c["key"] for c in frozen["cells"])
+    pool.run([worker.Run(path, keys, turn=i / pool.size) for i in range(pool.size)])
+    pool.run([worker.Report(path)])
+    print(f"{now()} finished", flush=True)
+    return 0
+
+
+class _Pool:
+    """At most `size` jobs at the same time."""
+
+    def __init__(self, sweep: Submitted, size: int, gpus: Sequence[str]):
+        self.sweep, self.size, self.gpus = sweep, size, gpus
+        threads = max(1, (os.cpu_count() or 1) // size)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # workers that share cores slow each other down
+
+    def run(self, work: Sequence[worker.Work]) -> None:
+        """Run all, and return when the last has ended."""
+        import submitit
+
+        executor = submitit.LocalExecutor(self.sweep.log, python=f"{shlex.quote(sys.executable)} -P")
+        executor.update_parameters(timeout_min=A_MONTH, stderr_to_stdout=True)
+        queue, running = list(work), dict[int, Any]()
+        while queue or running:
+            for slot in range(self.size):
+                if queue and slot not in running:
+                    gpu = self.gpus[slot % len(self.gpus)] if self.gpus else None
+                    running[slot] = executor.submit(dataclasses.replace(queue.pop(0), gpu=gpu))
+                    print(f"{now()} started {running[slot].job_id}: {type(work[0]).__name__}", flush=True)
+            time.sleep(POLL_S)
+            running = {slot: job for slot, job in running.items() if not job.done()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

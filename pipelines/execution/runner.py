@@ -1,0 +1,337 @@
+"""Runs a plan: calibrations first, then the groups, one prefill per example for all their cells.
+
+In this process, or handed to local workers or a cluster (pipelines.cluster.submit), whose workers use this `Runner`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moend.errors import Blocked, Infeasible, UserError
+from pipelines.cli import terminal
+from pipelines.cli.hydra import Point, command
+from pipelines.cli.terminal import say
+from pipelines.execution import session as evaluate
+from pipelines.execution.session import CalibrationNeed
+from pipelines.planning import planner
+from pipelines.planning.planner import Cell, Plan, State
+from pipelines.results import aggregate as results
+from pipelines.store.cells import Busy, CorruptRecords, LeaseLost, RecordKey, Shard, held, write_json
+
+POLL_S = 1.0
+
+
+def launch(points: Sequence[Point], args: Sequence[str]) -> int:
+    """Plan, run, tabulate. Returns the exit code."""
+    from pipelines.cluster import submit
+    from pipelines.reporting import report
+    from pipelines.tracking import wandb as tracking
+
+    console = terminal.console()
+    library = evaluate.Library()
+    plan = planner.make_plan(points, library)
+    config = plan.cells[0].config
+    alone = plan.cells[0] if len(plan.cells) == 1 else None
+    if alone and alone.state == "infeasible":
+        raise UserError(alone.reason)
+    planner.show(plan, console, every_cell=config.dry_run)
+    if config.dry_run:
+        return 0
+    if config.cluster.name != "inprocess" and plan.groups:
+        return submit.submit(plan, args, console)
+    plan.store.prepare()
+    manifest = plan.store.manifest(plan.name)
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    write_json(manifest, planner.manifest(plan, args, "run"))
+    fresh = [c for c in plan.cells if c.state == "run"]
+    submit.forget(plan, fresh)
+    with tracking.Tracker(plan.store, plan.name, config.tracking) as tracker:
+        Runner(plan, library, console, done=lambda cell: tracker.add(tracking.Item("cell", cell.key))).run()
+        write_json(manifest, planner.manifest(plan, args, "run"))
+        if alone and alone.state in ("blocked", "infeasible"):
+            raise UserError(alone.reason)
+        found = report.show(plan.store, plan.name, console)
+        differences = report.compared(plan.store, found)
+        report.show_deltas(differences, console)
+        report.write(plan.store, plan.name, differences, again=bool(fresh))
+        for item in tracking.items(plan.store, plan.name):  # also what an earlier run could not publish any more
+            tracker.add(item)
+        _epilogue(plan, args, console)
+    if any(c.state == "failed" for c in plan.cells):
+        return 1
+    return 2 if plan.count("blocked") else 0
+
+
+Unit = tuple[list[Cell], int]  # cells of a group, and the shard of its examples
+
+
+class Runner:
+    """The execution of a plan. Cells end `done`, `failed`, `blocked` or `infeasible`; one never takes others along.
+
+    shards: do these only, others do the rest (None: all of them). turn: begin there in the list of units, so that
+    workers that share one list meet late. missing: says why an artefact is not there where this process is not the
+    one to compute it. ended: told of every cell that ends without a result. done: told of every cell that has one now.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        library: evaluate.Library,
+        console: Console,
+        *,
+        shards: Sequence[int] | None = None,
+        turn: float = 0.0,
+        missing: Callable[[CalibrationNeed], str] | None = None,
+        ended: Callable[[Cell], None] = lambda cell: None,
+        done: Callable[[Cell], None] = lambda cell: None,
+    ):
+        self.plan, self.library, self.console = plan, library, console
+        self.shards, self.turn, self.missing, self.ended, self.done = shards, turn, missing, ended, done
+
+    def run(self) -> None:
+        """Calibrate, then work through the units until every cell has reached an end, as far as it is ours."""
+        self.calibrate()
+        waiting = self._units()
+        told = False
+        with self._progress(sum(len(self._ours(cell, index)) for group, index in waiting for cell in group)) as advance:
+            while waiting := [u for u in ((_running(group), index) for group, index in waiting) if u[0]]:
+                busy = [(self._take(group, index, advance), index) for group, index in waiting]
+                if (n := sum(len(group) for group, _ in busy)) == sum(len(group) for group, _ in waiting):
+                    if not told:  # all of it is in other hands
+                        say(self.console, f"waiting for another process that is computing {n} of these cells")
+                        told = True
+                    time.sleep(POLL_S)
+                waiting = busy
+        if self.shards is None:
+            lost = [c for group in self.plan.groups for c in _running(group)]
+            self._fail(lost, RuntimeError("records are missing although nothing failed"), self.plan.name)
+
+    def _units(self) -> list[Unit]:
+        units = []
+        for group in self.plan.groups:
+            count = _count(group)
+            units += [(_running(group), i) for i in (range(count) if self.shards is None else self.shards)]
+        begin = int(self.turn * len(units))
+        return units[begin:] + units[:begin]
+
+    def _ours(self, cell: Cell, index: int) -> list[RecordKey]:
+        """The records of a shard that the plan found missing."""
+        examples = set(cell.facts.expected[index :: _count([cell])])
+        return [k for k in cell.missing if k[:2] in examples]
+
+    def calibrate(self, only: str | None = None) -> None:
+        """Load or compute every artefact, or one; cells whose artefact is refused are blocked, with the reason."""
+        for key, (need, cell) in self.plan.calibrations.items():
+            if only not in (None, key):
+                continue
+            users = [c for c in self.plan.cells if c.state == "run" and need in c.facts.calibrations]
+            if not users:  # another of their artefacts was refused
+                continue
+            folder = self.plan.store.calibration(key)
+            try:
+                there = (folder / "artefact.json").exists()
+                if self.missing is not None and not there:
+                    raise Blocked(self.missing(need))
+                with _alone(folder, self.console):
+                    if not (folder / "artefact.json").exists():
+                        say(self.console, f"calibrating: {need.kind} of {cell.facts.model} [{key}]")
+                    self.library.calibrate(cell.config, cell.facts, need, folder)
+            except UserError as e:
+                self._block(users, e)
+            except OSError as e:
+                if _is_storage(e):
+                    raise
+                self._fail(users, e, f"calibration {need.kind} [{key}]")
+            except Exception as e:
+                self._fail(users, e, f"calibration {need.kind} [{key}]")
+
+    def _take(self, group: list[Cell], index: int, advance: Any) -> list[Cell]:
+        """One shard of the cells of a group that nobody else is writing; returns those that somebody is."""
+        busy: list[Cell] = []
+        with contextlib.ExitStack() as stack:
+            shards: dict[str, Shard] = {}
+            for cell in _running(group):
+                folder = self.plan.store.cell(cell.key)
+                try:
+                    folder.create(cell.payload, cell.info)
+                    if folder.result() is not None:  # another process finished it since the plan was made
+                        cell.state = "done"
+                        continue
+                    shards[cell.key] = stack.enter_context(folder.shard(index, _count(group)))
+                except Busy:
+                    busy.append(cell)
+                except CorruptRecords as e:
+                    self._fail([cell], e, cell.label)
+            cells = [c for c in group if c.key in shards]
+            try:
+                if cells:
+                    self._shard(cells, shards, index, _count(group), advance)
+            except LeaseLost:  # this process slept for long, and another one went on with its work
+                busy += _running(cells)
+        for cell in (c for c in _running(group) if c not in busy):
+            self._finish(cell)
+        return busy
+
+    def _shard(self, cells: list[Cell], shards: dict[str, Shard], index: int, count: int, advance: Any) -> None:
+        try:
+            done = {c.key: self.plan.store.cell(c.key).done() for c in cells}
+            session = None
+            for task, id in cells[0].facts.expected[index::count]:
+                jobs = [
+                    (c, draw)
+                    for c in cells
+                    for draw in range(c.draws)
+                    if c.state == "run" and (task, id, draw) not in done[c.key]
+                ]
+                if jobs and session is None:
+                    session = self._open(cells)
+                    jobs = [job for job in jobs if job[0].state == "run"]
+                if jobs and session is not None:
+                    for cell, record in self._example(session, jobs, task, id):
+                        shards[cell.key].append(record)
+                        advance()
+        except UserError as e:
+            self._block(cells, e)
+        except OSError as e:
+            if _is_storage(e):
+                raise
+            self._fail(cells, e, cells[0].label)
+        except LeaseLost:
+            raise
+        except Exception as e:
+            self._fail(cells, e, cells[0].label)
+
+    def _open(self, cells: list[Cell]) -> evaluate.Session:
+        """The model, with every cell's method fitted to it; a cell whose method does not fit ends here."""
+        session = self.library.session(cells[0].config)
+        for cell in _running(cells):
+            try:
+                folders = {n.kind: self.plan.store.calibration(n.key) for n in cell.facts.calibrations}
+                plan = session.bind(cell.key, cell.config, cell.facts, folders)
+                if plan is not None:
+                    write_json(self.plan.store.cell(cell.key).folder / "plan.json", plan)
+            except Infeasible as e:
+                self._refuse(cell, "infeasible", e)
+            except UserError as e:
+                self._refuse(cell, "blocked", e)
+        return session
+
+    def _end(self, cell: Cell, state: State, error: BaseException) -> None:
+        cell.state, cell.reason = state, _line(error)
+        self.ended(cell)
+
+    def _block(self, cells: list[Cell], error: UserError) -> None:
+        for cell in _running(cells):
+            self._end(cell, "blocked", error)
+        if len(self.plan.cells) > 1:  # a cell alone has it as its command's error
+            say(self.console, f"blocked: {len(cells)} cells: {_line(error)}")
+
+    def _refuse(self, cell: Cell, state: State, error: UserError) -> None:
+        self._end(cell, state, error)
+        say(self.console, f"{state}: {cell.label}: {cell.reason}")
+
+    def _example(
+        self, session: evaluate.Session, jobs: list[tuple[Cell, int]], task: str, id: str
+    ) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """One example for all cells together; where that fails, cell by cell, so that only the culprit fails."""
+        batches = [jobs]
+        while batches:
+            batch = batches.pop(0)
+            cells = list({c.key: c for c, _ in batch}.values())
+            try:
+                records = session.run([(c.key, draw) for c, draw in batch], task, id)
+            except Exception as e:
+                if isinstance(e, UserError) and not isinstance(e, Infeasible):
+                    raise
+                if len(cells) > 1:
+                    batches = [[job for job in batch if job[0] is c] for c in cells] + batches
+                elif isinstance(e, Infeasible):
+                    self._refuse(cells[0], "infeasible", e)
+                else:
+                    self._fail(cells, e, f"{cells[0].label} at {task}/{id}")
+                continue
+            yield from zip((c for c, _ in batch), records, strict=True)
+
+    def _finish(self, cell: Cell) -> None:
+        """Write the result where all records are there now; the other shards may still be in other hands."""
+        folder = self.plan.store.cell(cell.key)
+        try:
+            described = {"key": cell.key, "payload": cell.payload, "info": cell.info}
+            if folder.finish(cell.expected, lambda records: results.aggregate(described, records)):
+                cell.state = "done"
+                self.done(cell)
+        except OSError as e:
+            if _is_storage(e):
+                raise
+            self._fail([cell], e, cell.label)
+        except Exception as e:
+            self._fail([cell], e, cell.label)
+
+    def _fail(self, cells: Sequence[Cell], error: BaseException, what: str) -> None:
+        log: Path | None = None
+        if not (running := _running(cells)):
+            return
+        for cell in running:
+            folder = self.plan.store.cell(cell.key)
+            folder.create(cell.payload, cell.info)
+            log = folder.log("".join(traceback.format_exception(error)))
+            self._end(cell, "failed", error)
+        where = f" (traceback in {log})" if log else ""
+        say(self.console, f"failed: {what}: {_line(error)}{where}")
+
+    @contextlib.contextmanager
+    def _progress(self, total: int) -> Iterator[Any]:
+        """Counts records, with the time left."""
+        with terminal.progress(self.console, "records") as step:
+            counter = itertools.count(1)
+            yield lambda: step(next(counter), total)
+
+
+def _running(cells: Sequence[Cell]) -> list[Cell]:
+    return [c for c in cells if c.state == "run"]
+
+
+def _count(group: Sequence[Cell]) -> int:
+    return group[0].config.cluster.shards or 1
+
+
+def _alone(folder: Path, console: Console) -> contextlib.AbstractContextManager[None]:
+    """Hold a calibration's folder: two processes that need the same artefact compute it once."""
+    waiting = f"waiting for another process that is computing calibration {folder.name}"
+    return held(folder, lambda: say(console, waiting), POLL_S)
+
+
+def _is_storage(error: OSError) -> bool:
+    """A full or unwritable disk stops everything; other operating system errors are one cell's."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def _epilogue(plan: Plan, args: Sequence[str], console: Console) -> None:
+    page = plan.store.report(plan.name) / "index.html"
+    say(console, f"results: {plan.store.root / 'cells'}   tables and figures: {page}")
+    if plan.count("failed") or plan.count("blocked"):
+        say(console, f"again, for what is missing: {command(args, 'run')}")
+    say(console, f"next: python -m pipelines.report sweep={plan.name}{store_argument(plan)}")
+    sys.stdout.flush()
+
+
+def store_argument(plan: Plan) -> str:
+    """The argument that names the store of a plan to the other programs; empty for the default."""
+    store = plan.cells[0].config.paths.store
+    return "" if store == "outputs" else " " + shlex.quote(f"paths.store={store}")

@@ -1,0 +1,175 @@
+"""The composed configuration as typed, frozen objects: what is misspelt or of the wrong kind ends here, in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from moend.errors import UserError, unknown
+from moend.plan import Budget
+from pipelines.cli.hydra import Point, leaves, sweep_folder, unknown_key
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class GenerationConfig(_Strict):
+    """How answers are drawn. max_new_tokens null: the benchmark's own limit. reasoning: the model thinks first."""
+
+    max_new_tokens: int | None = Field(ge=1)
+    temperature: float = Field(ge=0, le=100)
+    top_p: float = Field(gt=0, le=1)
+    samples: int = Field(ge=1)
+    reasoning: bool
+
+
+class EngineConfig(_Strict):
+    """chunk and max_bytes change memory and speed only; fuse changes what the recorded speeds mean."""
+
+    chunk: int = Field(ge=1)
+    max_bytes: int | None = Field(ge=1)
+    fuse: bool
+    routing_flips: bool
+
+
+_RESERVED = frozenset({"array", "dependency", "job-name", "output", "error", "open-mode", "signal", "requeue", "wrap"})
+
+
+class ClusterConfig(_Strict):
+    """Where the work runs. What a cluster's file leaves out means nothing there; null: the cluster's own default."""
+
+    name: Literal["inprocess", "local", "slurm"]
+    wait: bool
+    shards: int | None = Field(ge=1, le=10_000)
+    workers: int | None = Field(default=None, ge=1, le=1024)
+    partition: str | None = Field(default=None, min_length=1)
+    account: str | None = Field(default=None, min_length=1)
+    qos: str | None = Field(default=None, min_length=1)
+    constraint: str | None = Field(default=None, min_length=1)
+    gpus: int | None = Field(default=None, ge=0)
+    cpus: int | None = Field(default=None, ge=1)
+    memory: str | None = Field(default=None, pattern=r"^[1-9]\d*[KMGT]?$")
+    time: int | str | None = None
+    max_running: int | None = Field(default=None, ge=1)
+    requeues: int = Field(default=20, ge=0)
+    signal_delay: int = Field(default=120, ge=1, le=65_535)
+    setup: list[str] | None = None
+    extra: dict[str, str | int | float | bool] | None = None
+
+    @field_validator("time", mode="after")
+    @classmethod
+    def _time(cls, value: int | str | None) -> int | str | None:
+        if value is not None and minutes(value) is None:
+            raise ValueError("is minutes (90), 'hours:minutes:seconds', 'days-hours' or 'days-hours:minutes:seconds'")
+        return value
+
+    @field_validator("extra", mode="after")
+    @classmethod
+    def _extra(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for key in value or {}:
+            if key.replace("_", "-") in _RESERVED:
+                raise ValueError(f"'{key}' is set by this program")
+        return value
+
+
+def minutes(time: int | str) -> int | None:
+    """A time limit in Slurm's notation, as whole minutes, rounded up; None where it is none."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    if match is None:
+        return None
+    days, *parts = (int(x) if x is not None else None for x in match.groups())
+    first, second, third = (x or 0 for x in parts)
+    if days is not None:  # days-hours[:minutes[:seconds]]
+        seconds = ((days * 24 + first) * 60 + second) * 60 + third
+    elif parts[2] is not None:  # hours:minutes:seconds
+        seconds = (first * 60 + second) * 60 + third
+    else:  # minutes[:seconds]
+        seconds = first * 60 + second
+    return -(-seconds // 60) or None
+
+
+class TrackingConfig(_Strict):
+    """What shows the results besides the files."""
+
+    mode: Literal["none", "offline", "online"]
+    project: str = Field(min_length=1, pattern=r"^[^/\\#?%:]+$")
+    entity: str | None = Field(default=None, min_length=1)
+    timeout_s: float = Field(gt=0)
+
+
+class PathsConfig(_Strict):
+    """store: everything a run leaves behind. cache: models and data, shared by all stores."""
+
+    store: str = Field(min_length=1)
+    cache: str = Field(min_length=1)
+
+
+class RunConfig(_Strict):
+    """One cell as composed. model, method, benchmark and calibration belong to the library, which types them itself."""
+
+    model: dict[str, Any]
+    method: dict[str, Any]
+    benchmark: dict[str, Any]
+    calibration: dict[str, Any]
+    generation: GenerationConfig
+    engine: EngineConfig
+    cluster: ClusterConfig
+    tracking: TrackingConfig
+    paths: PathsConfig
+    budget: str
+    budget_protocol: Literal["matched", "paper"]
+    question_visible: bool
+    seed: int = Field(ge=0, lt=2**32)
+    dry_run: bool
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _budget(cls, value: object) -> str:
+        return str(Budget.parse(value))
+
+    @property
+    def store(self) -> Path:
+        """Absolute path of the store, wherever the program was started."""
+        return Path(self.paths.store).expanduser().absolute()
+
+    @property
+    def cache(self) -> Path:
+        """Absolute path of the cache."""
+        return Path(self.paths.cache).expanduser().absolute()
+
+
+def validate(point: Point) -> RunConfig:
+    """Type one composed point. Errors name the key, what was given and what is allowed."""
+    if isinstance(leftover := point.config.get("sweep"), str):
+        raise unknown("sweep", leftover, sweeps())
+    try:
+        return RunConfig.model_validate(point.config)
+    except ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(str(x) for x in first["loc"])
+        if first["type"] == "extra_forbidden":
+            known = [*leaves(dict.fromkeys(RunConfig.model_fields)), *leaves(point.config)]
+            wrong = {x for x in known if x == key or x.startswith(key + ".")}
+            raise UserError(unknown_key(key, [x for x in known if x not in wrong])) from None
+        raise mistake(e) from None
+
+
+def mistake(error: ValidationError, group: str = "") -> UserError:
+    """The first thing pydantic found wrong as one line: the key, what was given, what is allowed."""
+    found = error.errors()
+    first = found[0]
+    if first["loc"] and first["loc"][-1] == "int" and len(found) > 1:
+        first = found[1]  # an integer or a share: what is neither is no number
+    key = ".".join(str(x) for x in (group, *first["loc"]) if x not in ("", "int", "float"))
+    if first["type"] == "literal_error":
+        return unknown(key, str(first["input"]), re.findall(r"'([^']+)'", first["ctx"]["expected"]))
+    return UserError(f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}")
+
+
+def sweeps() -> list[str]:
+    """Names of the sweep files that come with the package."""
+    return sorted(p.stem for p in sweep_folder().glob("*.yaml"))

@@ -1,0 +1,237 @@
+"""python -m pipelines.report sweep=<name|latest>: a sweep as one page, its tables and figures, and on the screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moend.errors import UserError, unknown
+from pipelines.cli.hydra import small
+from pipelines.cli.terminal import console, fit, say
+from pipelines.planning.identity import key
+from pipelines.reporting import tables
+from pipelines.reporting.tables import DELTA_TITLES, TITLES, ablations, notes
+from pipelines.results import aggregate as results
+from pipelines.results.deltas import Delta
+from pipelines.results.sweep import GONE, Row, Sweep, compared, rows
+from pipelines.store.cells import CorruptRecords, Store, write_atomic, write_json
+
+# What a narrow terminal leaves out, first to last: table.csv and the page have all of it.
+SPARE = ("tokens/s", "eq. 1", "full", "peak", "answer NLL", "compression", "question")
+
+__all__ = ["Row", "compared", "main", "notes", "parse", "rescore", "rows", "show", "show_deltas", "write"]
+
+USAGE = """A sweep as one page with tables and figures, from its files alone.
+
+  python -m pipelines.report [sweep=latest] [paths.store=outputs] [rescore=false]
+
+  sweep        name of a sweep that was run, or latest
+  paths.store  where it was run
+  rescore      true: compute the scores again from the records, without model or network
+
+Writes to <store>/reports/<sweep>/: index.html, one file that needs nothing else (published numbers beside ours, where a
+paper has them); table.csv, tasks.csv, deltas.csv (paired differences of all methods), published.csv, table.md,
+tables.tex; every figure as PNG and PDF. A sweep that is not complete gives a partial report that says so.
+Exit codes: 0 complete, 2 a mistake in the command, 3 some cells are incomplete."""
+
+
+def show(store: Store, name: str, to: Console) -> list[Row]:
+    """Print the table."""
+    manifest = store.read_manifest(name)
+    found = rows(store, manifest)
+    models = sorted({r.info["model"] for r in found})
+    for model in models:
+        title = f"{manifest['name']}: {model}"
+        mine = [r for r in found if r.info["model"] == model]
+        lines = [tables.cells(r) for r in mine]
+        whole = [x for r, x in zip(mine, lines, strict=True) if r.result is not None]  # why others lack one may wrap
+        kept = fit(TITLES, whole, to.width, SPARE)
+        table = Table(box=None, title=title, title_justify="left", header_style="bold")
+        for i in kept:
+            table.add_column(TITLES[i], justify="right" if i > 4 else "left", no_wrap=i != 4)
+        last = None
+        for cells in lines:
+            if last not in (None, cells[:2]):
+                table.add_row()
+            last = cells[:2]
+            table.add_row(*(cells[i] for i in kept))
+        to.print(table)
+        if gone := [t for i, t in enumerate(TITLES) if i not in kept]:
+            say(to, f"for want of room without: {', '.join(gone)}")
+    for line in notes(found):
+        say(to, line)
+    if did := tables.diagnosed(found):
+        table = Table(
+            *tables.DIAGNOSED_TITLES, box=None, title="what methods did", title_justify="left", header_style="bold"
+        )
+        for i in (4, 5, 6, 7):
+            table.columns[i].justify = "right"
+        for cells in did:
+            table.add_row(*cells)
+        to.print(table)
+    return found
+
+
+def show_deltas(found: Sequence[Delta], to: Console) -> None:
+    """Print the ablations, where the sweep has any."""
+    lines = ablations(found)
+    if not lines:
+        return
+    kept = fit(DELTA_TITLES, lines, to.width, ("answer NLL", "question", "benchmark"))
+    table = Table(box=None, title="paired differences", title_justify="left", header_style="bold")
+    for i in kept:
+        table.add_column(DELTA_TITLES[i], justify="right" if i > 3 else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*(line[i] for i in kept))
+    to.print(table)
+
+
+def write(store: Store, name: str, differences: Sequence[Delta], *, again: bool = True) -> list[Path]:
+    """Write the page, the tables and the figures; returns their paths, the page first.
+
+    again: False leaves the files of a report alone that was made of the very same results by the same code.
+    """
+    manifest = store.read_manifest(name)
+    sweep = Sweep(store, manifest, rows(store, manifest), differences)
+    folder, made_of = store.report(sweep.name), _fingerprint(sweep)
+    stamp = folder / "made_of.txt"
+    if not again and stamp.exists() and stamp.read_text(encoding="utf-8") == made_of:
+        return [folder / "index.html"]
+    from pipelines.reporting import figures, page
+    from pipelines.reporting.match import comparisons
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    published = comparisons(sweep)
+    files = {
+        "table.csv": tables.cells_csv(sweep.rows),
+        "tasks.csv": tables.tasks_csv(sweep.rows),
+        "deltas.csv": tables.deltas_csv(differences),
+        **({"published.csv": tables.published_csv(published)} if published else {}),
+        "table.md": tables.markdown(sweep, published),
+        "tables.tex": tables.latex(sweep, published),
+    }
+    for file, text in files.items():
+        write_atomic(folder / file, text)
+    drawn = []
+    for picture in figures.pictures(sweep):
+        path = folder / f"{picture.name}.png"
+        if picture.draw(path):
+            drawn.append((picture, path))
+    made = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    write_atomic(folder / "index.html", page.page(sweep, published, drawn, files, made))
+    write_atomic(stamp, made_of)
+    return [folder / "index.html", *(folder / file for file in files), *(path for _, path in drawn)]
+
+
+def _fingerprint(sweep: Sweep) -> str:
+    """What a report is a function of: results, states and code."""
+    cells = [[row.key, row.state, row.result] for row in sweep.rows]
+    return key([sweep.name, results.commit(), results.versions(), cells])
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """What scoring a cell's records again has changed: records of another score, and the cell's score."""
+
+    label: str
+    records: int
+    changed: int
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    def __str__(self) -> str:
+        was, now = self.before.get("scorer_version"), self.after["scorer_version"]
+        version = f"scorer version {was}" + (f" -> {now}" if was != now else "")
+        score = f"{self.before['score']:.3f} -> {self.after['score']:.3f}"
+        return f"{self.label}: {self.changed} of {self.records} records changed, score {score}, {version}"
+
+
+def rescore(store: Store, manifest: dict[str, Any]) -> list[Rescored]:
+    """Compute scores again from the records of complete cells, and rewrite the results that are others now.
+
+    A rewritten result names under `rescored` the scorer version of the run and the one that counts now, when, and how
+    many records changed. Incomplete cells stay as they are.
+    """
+    from pipelines.execution import session as evaluate
+
+    found = []
+    for cell in manifest["cells"]:
+        folder = store.cell(cell["key"])
+        if (before := folder.result()) is None:
+            continue
+        records = folder.records()
+        scored = evaluate.rescore(cell, records)
+        # of the run that produced the records
+        kept = {k: before[k] for k in ("versions", "commit", "machine", "finished") if k in before}
+        result = results.aggregate(cell, scored) | kept
+        ran, now = result["scorer_version"], evaluate.scorer_version(cell)
+        changed = sum(new["score"] != old["score"] for new, old in zip(scored, records, strict=True))
+        if scored != records or now != ran:
+            mark = {"from": ran, "to": now, "changed": changed}
+            last = before.get("rescored") or {}
+            same = {k: last.get(k) for k in mark} == mark
+            when = last["when"] if same else time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            result |= {"scorer_version": now, "rescored": {**mark, "when": when}}
+        if result != before:
+            write_json(folder.folder / "result.json", result)
+            found.append(Rescored(cell["info"]["label"], len(records), changed, before, result))
+    return found
+
+
+def parse(argv: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
+    """key=value arguments of the small programs; an unknown key is a UserError with the nearest."""
+    values = dict(defaults)
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        if name in defaults and not equals:
+            raise UserError(f"{name} needs a value: {name}={defaults[name]}")
+        if name not in defaults:
+            raise unknown("argument", name, defaults)
+        values[name] = value
+    return values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    return small(argv, USAGE, _main)
+
+
+def _main(args: list[str]) -> int:
+    try:
+        values = parse(
+            args, {"sweep": "latest", "paths.store": os.environ.get("MOEND_STORE", "outputs"), "rescore": "false"}
+        )
+        if values["rescore"] not in ("true", "false"):
+            raise UserError(f"rescore is true or false, got '{values['rescore']}'")
+        store, to = Store(Path(values["paths.store"]).expanduser().absolute()), console()
+        manifest = store.read_manifest(values["sweep"])
+        if values["rescore"] == "true":
+            again = rescore(store, manifest)
+            say(to, f"scores computed again from the records: {len(again)} of {len(manifest['cells'])} results changed")
+            for cell in again:
+                say(to, f"  {cell}")
+        found = show(store, manifest["name"], to)
+        differences = compared(store, found)
+        show_deltas(differences, to)
+        for path in write(store, manifest["name"], differences):
+            say(to, str(path))
+        missing = [r for r in found if r.state.startswith(GONE)]
+        if missing:
+            say(to, f"{len(missing)} of {len(found)} cells are incomplete; to go on: {manifest['command']}")
+        return 3 if missing else 0
+    except CorruptRecords as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
