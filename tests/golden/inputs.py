@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moend import models
 from moend.benchmarks import benchmark
 from moend.benchmarks.recall import calibration_texts
 from moend.calibration import DamageSettings
 from moend.calibration.damage import damage_table, repeated
 from moend.calibration.kl import kl_table
-from moend.calibration.queries import TrigStatistics
 from moend.calibration.ripple import Noise, profile
 from moend.calibration.sensitivity import Config, extend_lattice, lattice, measure
 from moend.calibration.sweep import Base
-from moend.methods import method
+from moend.calibration.trig import TrigStatistics
+from moend.methods.bind import method
+from moend.models import load as models
 from moend.scoring import scorer
 from tests.golden.records import CALIBRATIONS, MODELS, PROMPTS, load
 

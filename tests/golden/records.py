@@ -32,11 +32,11 @@ from safetensors.torch import load_file
 
 # The library: its names stand in these imports and down to "The cases", and nowhere else.
 from moend import engine as engine_module
-from moend import models
 from moend.benchmarks.base import Rendered, Sample
 from moend.calibration.artefact import Artefact
 from moend.engine import Engine, Job
-from moend.methods import bind, from_fields, reference_length
+from moend.methods.bind import bind, from_fields, reference_length
+from moend.models import load as models
 from moend.plan import Budget
 
 
