@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moend.benchmarks import Rendered
-from moend.cache import CompressedCache, Prefilled, Row, attention_of, cache_argument, prefill
+from moend.cache import CompressedCache, LayerKV, Prefilled, attention_of, cache_argument, prefill
 from moend.errors import UserError
 from moend.hf.rope import Rotary, rotary
 from moend.hf.routers import Routing, find
@@ -125,7 +125,7 @@ def _finish(batch: Sequence[_Sequence], cache: CompressedCache, slots: Sequence[
         s.out.compressed |= any(min(c) < seen for c in cache.counts(slot))
 
 
-def _head_positions(parts: Sequence[Row]) -> list[Tensor]:
+def _head_positions(parts: Sequence[LayerKV]) -> list[Tensor]:
     """Positions that each KV head of a layer holds."""
     return [p for row in parts for p in torch.atleast_2d(row.true_positions()).expand(row.heads, -1)]
 
@@ -449,7 +449,7 @@ class Engine:
         return str(self.loaded.tokenizer.decode([i for i in ids if i not in self.eos], skip_special_tokens=True))
 
 
-def _eq1(row: Row, arch: Arch) -> int:
+def _eq1(row: LayerKV, arch: Arch) -> int:
     return eq1_bytes(row.n, row.heads, arch.head_dim, row.storage.k_bits, row.storage.v_bits)
 
 

@@ -47,7 +47,8 @@ class Storage:
     the 16-bit tail grows to window + group - 1 before its oldest `group` tokens are packed. A 16-bit side has no
     window: all of it is held as it is.
     positions: "none" where nothing was evicted, "shared" one int32 per token, "per_head" one per token and KV head.
-    mass: also one float32 per token and KV head, the attention it received, for scorers that go on summing it.
+    accumulated attention: also one float32 per token and KV head, the attention it received, for scorers that go on
+    summing it.
     queries: also so many 16-bit query vectors per KV head, the last ones of its group, for scorers that go by them
     while decoding. channels: most channels that share one V scale.
     """
@@ -57,7 +58,7 @@ class Storage:
     group: int = 64
     window: int = 64
     positions: Literal["none", "shared", "per_head"] = "none"
-    mass: bool = False
+    accumulated: bool = False
     queries: int = 0
     channels: int = 64
 
@@ -77,7 +78,7 @@ class Storage:
     @property
     def whole(self) -> Storage:
         """How a layer that never evicts is held: nothing is kept for choosing."""
-        return replace(self, positions="none", mass=False, queries=0)
+        return replace(self, positions="none", accumulated=False, queries=0)
 
 
 def v_group(head_dim: int, channels: int = 64) -> int:
@@ -105,7 +106,7 @@ def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, t
         v = m * head_dim * storage.v_bits // 8 + m * scales * 4 + t * head_dim * 2
     else:
         v = n * head_dim * 2
-    beside = {"none": 0, "shared": 4, "per_head": 4 * kv_heads}[storage.positions] + 4 * kv_heads * storage.mass
+    beside = {"none": 0, "shared": 4, "per_head": 4 * kv_heads}[storage.positions] + 4 * kv_heads * storage.accumulated
     return np.asarray(kv_heads * (k + v + storage.queries * head_dim * 2) + beside * n, dtype=np.int64)
 
 

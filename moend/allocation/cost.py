@@ -10,7 +10,7 @@ from moend.plan import Arch, Storage, eq1_bytes, peak_layer_bytes
 
 
 @dataclass(frozen=True)
-class Demand:
+class CostModel:
     """total bytes for all layers; reference: prompt and output together, of which up to `new` arrive after compression.
 
     exact: no sample is longer than `reference`, so that a layer with such a cap never evicts. least: the smallest cap.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moend.allocation.cost import Demand
+from moend.allocation.cost import CostModel
 from moend.allocation.solver import Solution, solve, solve_common
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import EXTRA_KEEPS, Config, decode, table
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def routed(
-    demand: Demand,
+    demand: CostModel,
     sensitivity: Artefact,
     *,
     keeps: Sequence[float],
@@ -48,7 +48,7 @@ def routed(
 
 
 def _solve(
-    demand: Demand,
+    demand: CostModel,
     sensitivity: Artefact,
     keeps: Sequence[float],
     bits: tuple[Sequence[int], Sequence[int]],

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moend.allocation.cost import Demand
+from moend.allocation.cost import CostModel
 from moend.allocation.solver import Solution, solve
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import Config, decode
@@ -19,7 +19,7 @@ from moend.plan import LayerPlan
 
 
 def headed(
-    demand: Demand,
+    demand: CostModel,
     damage: Artefact,
     *,
     keeps: Sequence[float],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from moend.allocation.cost import Demand
+from moend.allocation.cost import CostModel
 from moend.allocation.uniform import largest
 from moend.plan import LayerPlan
 
@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 Shape = Callable[[int, int, int], list[int]]
 
 
-def shaped(demand: Demand, bits: tuple[int, int], shape: Shape, protected: int, top: int) -> list[LayerPlan]:
+def shaped(demand: CostModel, bits: tuple[int, int], shape: Shape, protected: int, top: int) -> list[LayerPlan]:
     """As many entries as `uniform` would hold in all, divided by `shape`; Infeasible where it is.
 
     No layer gets fewer than its `protected` entries (or, where a budget does not reach them, the uniform number), none

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moend.allocation.cost import Demand
+from moend.allocation.cost import CostModel
 from moend.errors import Infeasible
 from moend.plan import LayerPlan
 
 
-def uniform(demand: Demand, bits: tuple[int, int], tokens: int | None = None) -> list[LayerPlan]:
+def uniform(demand: CostModel, bits: tuple[int, int], tokens: int | None = None) -> list[LayerPlan]:
     """`tokens` entries in every layer (Infeasible where they do not fit), or (None) the largest number that fits."""
     k_bits, v_bits = bits
     n = largest(demand, k_bits, v_bits) if tokens is None else tokens
@@ -18,11 +18,12 @@ def uniform(demand: Demand, bits: tuple[int, int], tokens: int | None = None) ->
     return [LayerPlan(keep, n, k_bits, v_bits)] * demand.arch.layers
 
 
-def largest(demand: Demand, k_bits: int, v_bits: int) -> int:
+def largest(demand: CostModel, k_bits: int, v_bits: int) -> int:
     """The largest common cap that fits, at most the reference length; Infeasible where not even one entry does."""
     layers, heads, dim = demand.arch.layers, demand.arch.kv_heads, demand.arch.head_dim
-    # No cap costs less than its codes, and giving up one entry frees at most a 16-bit entry, its position, its mass and
-    # the scales of a group: so both the start and the steps below are safe, and the first cap that fits is the largest.
+    # No cap costs less than its codes, and giving up one entry frees at most a 16-bit entry, its position, its
+    # accumulated attention and the scales of a group:
+    # so both the start and the steps below are safe, and the first cap that fits is the largest.
     codes = heads * dim * (k_bits + v_bits) // 8
     freed = heads * (8 * dim + 8 * dim + 8)
     least = demand.least

@@ -1,7 +1,7 @@
 """The compressed cache: packing, rows, attention, prefill. The only place that knows transformers' caches."""
 
 from moend.cache.compressed import CompressedCache
-from moend.cache.layer_kv import Reindex, Row, Schedule, ragged
+from moend.cache.layer_kv import LayerKV, Reindex, Schedule, ragged
 from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, cache_argument, compress, prefill
 from moend.cache.select import Selector, select
 from moend.hf.attention import NAME, attention_of
@@ -10,10 +10,10 @@ __all__ = [
     "NAME",
     "CompressedCache",
     "LayerCapture",
+    "LayerKV",
     "LayerSpec",
     "Prefilled",
     "Reindex",
-    "Row",
     "Schedule",
     "Selector",
     "attention_of",

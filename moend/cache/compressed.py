@@ -12,18 +12,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from moend.cache.decode.strands import Ints, Strands, allocation
-from moend.cache.layer_kv import Row
+from moend.cache.layer_kv import LayerKV
 from moend.errors import UserError
 from moend.hf.attention import NAME
 
-OBSERVATIONS = ("mass",)
+OBSERVATIONS = ("accumulated",)
 
 
 class CaptureLayer(CacheLayerMixin):
     """Keys and values of a prefill in the model's own precision; the last queries and observations if asked for.
 
-    observed: by name, what only the pass over the prompt shows, entries last. "mass" (B, H, T) float32 is the attention
-    each entry received from all queries (`attention_mass`).
+    observed: by name, what only the pass over the prompt shows, entries last. "accumulated attention" (B, H, T)
+    float32 is the attention
+    each entry received from all queries (`accumulated_attention`).
     """
 
     is_sliding = False
@@ -56,11 +57,11 @@ class CaptureLayer(CacheLayerMixin):
             return marked, self.values
         return self.keys, self.values
 
-    def add_mass(self, mass: Tensor) -> None:
+    def add_accumulated(self, accumulated: Tensor) -> None:
         """What all entries so far (B, H, T) received from a chunk's queries."""
-        if (before := self.observed.get("mass")) is not None:
-            mass[..., : before.shape[2]] += before
-        self.observed["mass"] = mass
+        if (before := self.observed.get("accumulated")) is not None:
+            accumulated[..., : before.shape[2]] += before
+        self.observed["accumulated"] = accumulated
 
     def keep_last(self, query: Tensor) -> None:
         """The last of a chunk's queries (B, H_q, q, d)."""
@@ -83,7 +84,7 @@ class CaptureLayer(CacheLayerMixin):
         return -1
 
 
-Held = Row | tuple[Row, ...]
+Held = LayerKV | tuple[LayerKV, ...]
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -93,8 +94,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self, held: Sequence[Held] | Strands, config: Any):
         super().__init__()
-        self._held: list[tuple[Row, ...]] | Strands
-        self._held = held if isinstance(held, Strands) else [(x,) if isinstance(x, Row) else tuple(x) for x in held]
+        self._held: list[tuple[LayerKV, ...]] | Strands
+        self._held = held if isinstance(held, Strands) else [(x,) if isinstance(x, LayerKV) else tuple(x) for x in held]
         self.config, self.is_initialized = config, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -108,12 +109,12 @@ class CompressedLayer(CacheLayerMixin):
         return self._held
 
     @property
-    def parts(self) -> list[tuple[Row, ...]]:
+    def parts(self) -> list[tuple[LayerKV, ...]]:
         """What every sequence holds, at rest: a row, or the rows of its heads."""
         return self._held.rows() if isinstance(self._held, Strands) else self._held
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LayerKV]:
         """The same where all heads hold the same number of entries."""
         if any(len(x) > 1 for x in self.parts):
             raise ValueError("heads hold different numbers of entries: ask for parts")
@@ -216,16 +217,18 @@ class CompressedCache(Cache):
     """
 
     def __init__(self, layers: Sequence[Sequence[Held]], config: Any):
-        """layers: for each model layer, one Row per sequence, or the rows of its heads where these differ in length."""
+        """layers: for each model layer, one LayerKV per sequence, or the rows of its heads where these differ in
+        length.
+        """
         self.config = config
         super().__init__(layers=[CompressedLayer(held, config) for held in layers])
 
     @property
-    def rows(self) -> list[list[Row]]:
+    def rows(self) -> list[list[LayerKV]]:
         """Rows by layer, at rest."""
         return [layer.rows for layer in self.layers]
 
-    def parts(self, sequence: int = 0) -> list[tuple[Row, ...]]:
+    def parts(self, sequence: int = 0) -> list[tuple[LayerKV, ...]]:
         """By layer what one sequence holds: one row, or the rows of its heads."""
         return [layer.parts[sequence] for layer in self.layers]
 

@@ -1,6 +1,6 @@
 """One sequence in one layer, at rest: exactly the entries a method kept, and their positions.
 
-A Row never changes. What happens when more tokens arrive is `moend.cache.decode.strands`' business, where rows lie
+A LayerKV never changes. What happens when more tokens arrive is `moend.cache.decode.strands`' business, where rows lie
 side by side; there and back they stay the same entries, to the byte.
 """
 
@@ -55,11 +55,12 @@ PROMPT_ONLY = Schedule()
 Chooser = Callable[[Tensor, Tensor, Tensor, int, int, Mapping[str, Tensor], Tensor | None], Tensor]
 
 
-class Row:
+class LayerKV:
     """Entries of one sequence in one layer: packed chunks (older) followed by a 16-bit tail (newest).
 
     k_tail, v_tail (H, t, d) of KV heads H and dimension d; a side (K or V) at 16 bit is all tail. positions (n,) or
-    (H, n) int32, None where they are 0 ... n-1. seen: tokens fed so far, steps: those since the last eviction. mass
+    (H, n) int32, None where they are 0 ... n-1. seen: tokens fed so far, steps: those since the last eviction.
+    accumulated attention
     (H, n) float32: the attention entries received so far, where the scorer goes on summing it. queries (H, G, w, d):
     the last w queries of each head's group, right-aligned, zero before the first token, where the scorer goes by them.
     A layer whose heads hold different numbers of entries is a tuple of rows, each of a few neighbouring heads.
@@ -76,7 +77,7 @@ class Row:
         dtype: torch.dtype,
         schedule: Schedule = PROMPT_ONLY,
         choose: Chooser | None = None,
-        mass: Tensor | None = None,
+        accumulated: Tensor | None = None,
         queries: Tensor | None = None,
     ):
         """keys, values (H, n, d): all but the newest `storage.window` are packed where fewer than 16 bits."""
@@ -95,12 +96,12 @@ class Row:
             seen=seen,
             schedule=schedule,
             choose=choose,
-            mass=None if mass is None else mass.clone(),
+            accumulated=None if accumulated is None else accumulated.clone(),
             queries=None if queries is None else queries.to(dtype, copy=True),
         )
 
     @classmethod
-    def of(cls, *held: Any, **rest: Any) -> Row:
+    def of(cls, *held: Any, **rest: Any) -> LayerKV:
         """A row of what is packed already: k_packed, v_packed, k_tail, v_tail, positions, storage; the rest by name."""
         row = object.__new__(cls)
         row._set(*held, **rest)
@@ -119,12 +120,18 @@ class Row:
         schedule: Schedule,
         choose: Chooser | None,
         steps: int = 0,
-        mass: Tensor | None = None,
+        accumulated: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> None:
         self.k_packed, self.v_packed, self.k_tail, self.v_tail = k_packed, v_packed, k_tail, v_tail
         self.positions, self.storage, self.schedule, self.choose = positions, storage, schedule, choose
-        self.seen, self.steps, self.dtype, self.mass, self.queries = seen, steps, k_tail.dtype, mass, queries
+        self.seen, self.steps, self.dtype, self.accumulated, self.queries = (
+            seen,
+            steps,
+            k_tail.dtype,
+            accumulated,
+            queries,
+        )
         self.n = k_tail.shape[1] + sum(p.codes.shape[-2] for p in k_packed)
         self.bytes = self.nbytes()
 
@@ -145,16 +152,18 @@ class Row:
 
     @property
     def bytes_per_token(self) -> int:
-        """What a new token adds before anything is packed: a 16-bit key and value per head, its positions, its mass."""
+        """What a new token adds before anything is packed: a 16-bit key and value per head, its positions, its
+        accumulated attention.
+        """
         positions = 0 if self.positions is None else 4 * (self.heads if self.positions.ndim == 2 else 1)
-        mass = 0 if self.mass is None else 4 * self.heads
-        return 2 * self.heads * self.k_tail.shape[2] * self.dtype.itemsize + positions + mass
+        accumulated = 0 if self.accumulated is None else 4 * self.heads
+        return 2 * self.heads * self.k_tail.shape[2] * self.dtype.itemsize + positions + accumulated
 
     def tensors(self) -> list[Tensor]:
         """Every tensor this row holds; their storages are its memory."""
         packed = [*self.k_packed, *([self.v_packed] if self.v_packed else [])]
         held = [self.k_tail, self.v_tail, *(t for p in packed for t in p.tensors())]
-        return [*held, *(t for t in (self.positions, self.mass, self.queries) if t is not None)]
+        return [*held, *(t for t in (self.positions, self.accumulated, self.queries) if t is not None)]
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values (H, n, d) in `dtype`, in order of position; dequantised where packed."""
@@ -175,7 +184,7 @@ def ragged(
     *,
     seen: int,
     dtype: torch.dtype,
-) -> tuple[Row, ...]:
+) -> tuple[LayerKV, ...]:
     """Heads that keep different entries: a row each, of keys, values (H, n, d) at kept[h] (k_h,), ascending indices.
 
     storage: one for all heads, or one each, where "none" says that a head keeps all and needs no positions. They do
@@ -189,7 +198,7 @@ def ragged(
             raise ValueError(f"head {h} keeps {len(index)} of {keys.shape[1]} entries: their positions are needed")
         one = slice(h, h + 1)
         positions = None if whole else index[None]
-        rows.append(Row(keys[one, index], values[one, index], positions, own, seen=seen, dtype=dtype))
+        rows.append(LayerKV(keys[one, index], values[one, index], positions, own, seen=seen, dtype=dtype))
     return tuple(rows)
 
 

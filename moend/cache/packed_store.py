@@ -23,7 +23,7 @@ BLOCK = 2**20  # codes that are turned into numbers at a time
 BEHIND = 2**24  # bytes that banks may leave behind as they grow before all that is free goes back to the system
 
 
-class Bank:
+class PackedStore:
     """Slots (s, M) of `strands`, of bits, group (K: tokens per scale; V: channels), and `per` as in `Packed`.
 
     x: 16-bit entries (s, M, d) or codes (s, M, d * bits / 8); step, zero float16: K (s, M / group, d), V (s, M, d /
@@ -46,7 +46,9 @@ class Bank:
         self._place(list(strands))
 
     @classmethod
-    def of(cls, strands: Sequence[int], piece: Packed | Tensor, bits: int, group: int, per: str, dim: int) -> Bank:
+    def of(
+        cls, strands: Sequence[int], piece: Packed | Tensor, bits: int, group: int, per: str, dim: int
+    ) -> PackedStore:
         """A bank that consists of these entries (s, M, ...) and shares their memory until it is written to."""
         bank = object.__new__(cls)
         bank.bits, bank.group, bank.per, bank.dim, bank._shared = bits, group, per, dim, True
@@ -80,7 +82,7 @@ class Bank:
         """Bytes allocated, unused slots included."""
         return self.x.nbytes + self.step.nbytes + self.zero.nbytes
 
-    def pick(self, local: Sequence[int], strands: Sequence[int], slots: int) -> Bank:
+    def pick(self, local: Sequence[int], strands: Sequence[int], slots: int) -> PackedStore:
         """These of its strands by their place here, which use `slots`, under new names; all share until one writes."""
         twin = copy.copy(self)
         if list(local) == list(range(len(self.strands))):

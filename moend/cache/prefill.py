@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from moend.cache.compressed import CaptureLayer, CompressedCache
-from moend.cache.layer_kv import PROMPT_ONLY, Row, Schedule, gather, ragged
+from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule, gather, ragged
 from moend.cache.select import Selector
 from moend.errors import UserError
 from moend.hf.attention import attention_of
@@ -52,7 +52,7 @@ class Prefilled:
         nothing = torch.zeros(batch, arch.kv_heads, 0, arch.head_dim, device=device)
         asked = torch.zeros(batch, arch.q_heads, 0, arch.head_dim, device=device)
         layers = [LayerCapture(nothing, nothing, asked)] * arch.layers
-        observed = {"mass": [nothing[..., 0]] * arch.layers}
+        observed = {"accumulated": [nothing[..., 0]] * arch.layers}
         return cls(layers, torch.zeros(batch, 0, dtype=torch.long, device=device), None, config, observed)
 
     @property
@@ -184,7 +184,7 @@ def compress(
     selector(l) is the method's scorer bound to layer l; score_key names it, so that cells with the same scorer share
     its scores. dtype is what 16-bit entries are stored in.
     """
-    layers: list[list[Row | tuple[Row, ...]]] = []
+    layers: list[list[LayerKV | tuple[LayerKV, ...]]] = []
     for index, spec in enumerate(specs):
         keys, values, asked = prefilled.entries(index, row)
         n = keys.shape[1]
@@ -196,7 +196,7 @@ def compress(
             layers.append([ragged(keys, values, chosen, spec.storages or spec.storage, seen=n, dtype=dtype)])
             continue
         positions: Tensor | None = None
-        mass = prefilled.seen(index, row, ("mass",))["mass"] if spec.storage.mass else None
+        accumulated = prefilled.seen(index, row, ("accumulated",))["accumulated"] if spec.storage.accumulated else None
         queries = _latest(asked, keys.shape[0], spec.storage.queries) if spec.storage.queries else None
         form: Literal["none", "shared", "per_head"] = "none"
         if spec.tokens < n:
@@ -204,12 +204,12 @@ def compress(
             at = torch.arange(n, device=keys.device)
             kept = choose.best(scores, at, n, spec.tokens)
             keys, values, positions = gather(keys, values, at, kept)
-            mass = None if mass is None else mass.gather(1, kept.expand(len(mass), -1))
+            accumulated = None if accumulated is None else accumulated.gather(1, kept.expand(len(accumulated), -1))
             form = "per_head" if kept.shape[0] > 1 else "shared"
         storage = replace(spec.storage, positions=form)
         layers.append(
             [
-                Row(
+                LayerKV(
                     keys,
                     values,
                     positions,
@@ -218,7 +218,7 @@ def compress(
                     dtype=dtype,
                     schedule=spec.schedule,
                     choose=choose if choose.scorer.at_decode else None,
-                    mass=mass,
+                    accumulated=accumulated,
                     queries=queries,
                 )
             ]
@@ -227,7 +227,7 @@ def compress(
 
 
 def _latest(queries: Tensor | None, heads: int, per_head: int) -> Tensor:
-    """The last of queries (H_q, w, d) as a `Row` holds them: per_head of them in all for each KV head's group."""
+    """The last of queries (H_q, w, d) as a `LayerKV` holds them: per_head of them in all for each KV head's group."""
     if queries is None:
         raise ValueError("this prefill did not keep its last queries")
     grouped = queries.unflatten(0, (heads, -1))

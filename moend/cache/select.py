@@ -100,5 +100,5 @@ class Selector:
         observed: Mapping[str, Tensor],
         queries: Tensor | None,
     ) -> Tensor:
-        """Indices to keep while decoding (a `Row`'s chooser)."""
+        """Indices to keep while decoding (a `LayerKV`'s chooser)."""
         return self.best(self.scores(keys, values, positions, now, queries, observed), positions, now, keep)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moend.cache import Prefilled, attention_of, prefill
 from moend.cache.compressed import OBSERVATIONS
-from moend.cache.layer_kv import Row, gather
+from moend.cache.layer_kv import LayerKV, gather
 from moend.cache.prefill import sliding_window
 from moend.cache.select import Selector
 from moend.calibration.kl import Stack
@@ -181,5 +181,5 @@ def _compressed(prefilled: Prefilled, selector: Selector, keep: int, storage: St
         scores = prefilled.scores(selector, "base", 0)
         kept = selector.best(scores if heads is None else scores[heads], at, len(at), keep)
         keys, values, at = gather(keys, values, at, kept)
-    row = Row(keys, values, None, storage, seen=prefilled.length, dtype=keys.dtype)
+    row = LayerKV(keys, values, None, storage, seen=prefilled.length, dtype=keys.dtype)
     return Change(*row.dense(keys.dtype), at, heads)

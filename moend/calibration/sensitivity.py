@@ -24,7 +24,7 @@ from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled, prefill
 from moend.calibration.artefact import Artefact
 from moend.errors import UserError, unknown
-from moend.hf.attention import attention_mass
+from moend.hf.attention import accumulated_attention
 from moend.hf.rope import Rotary, rotary
 from moend.plan import BITS
 from moend.scoring import LayerView, Scorer
@@ -265,12 +265,12 @@ def scorer_ranks(
 
 def _observed(scorer: Scorer, layer: LayerCapture, scaling: float) -> dict[str, Tensor]:
     """What the scorer observes, from a capture that holds the queries of all tokens."""
-    if odd := set(scorer.observes) - {"mass"}:
+    if odd := set(scorer.observes) - {"accumulated"}:
         raise UserError(f"scorer {scorer.name} cannot rank tokens here: {', '.join(sorted(odd))} is not measured")
-    if "mass" not in scorer.observes:
+    if "accumulated" not in scorer.observes:
         return {}
     assert layer.queries is not None
-    return {"mass": attention_mass(layer.queries, layer.keys, None, scaling, None)}
+    return {"accumulated": accumulated_attention(layer.queries, layer.keys, None, scaling, None)}
 
 
 class _Grid:

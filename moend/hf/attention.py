@@ -35,7 +35,7 @@ class Captures(Protocol):
 
     wanted: frozenset[str]
 
-    def add_mass(self, mass: Tensor) -> None:
+    def add_accumulated(self, accumulated: Tensor) -> None:
         """What all entries so far (B, H_kv, T) received from a chunk's queries."""
 
     def keep_last(self, query: Tensor) -> None:
@@ -69,11 +69,11 @@ def attention(
         out = layer.attend(query, scale, sliding_window)
     else:
         capture: Captures | None = getattr(key, "capture", None)
-        if capture is None or "mass" not in capture.wanted:
+        if capture is None or "accumulated" not in capture.wanted:
             out = causal(query, key, value, attention_mask, scale, sliding_window)
         else:
-            out, mass = causal_and_mass(query, key, value, attention_mask, scale, sliding_window)
-            capture.add_mass(mass)
+            out, accumulated = causal_and_accumulated(query, key, value, attention_mask, scale, sliding_window)
+            capture.add_accumulated(accumulated)
         if capture is not None:
             capture.keep_last(query)
     return out.transpose(1, 2).contiguous(), None
@@ -92,7 +92,7 @@ def causal(
         return _fused(query, key, value, padding, scaling, window)
     if padding is None and window is None and value.shape == key.shape:
         return _in_two(query, key, value, scaling)
-    return _blocks(query, key, value, padding, scaling, window, mass=False)[0]
+    return _blocks(query, key, value, padding, scaling, window, accumulated=False)[0]
 
 
 def _in_two(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -134,23 +134,25 @@ def _fused(
     return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
 
-def attention_mass(query: Tensor, key: Tensor, padding: Tensor | None, scaling: float, window: int | None) -> Tensor:
+def accumulated_attention(
+    query: Tensor, key: Tensor, padding: Tensor | None, scaling: float, window: int | None
+) -> Tensor:
     """What each of T entries receives from the last q of T tokens: (B, H_kv, T) float32 (H2O, section 3).
 
     The sum of softmax(q . k) over these queries and the query heads of a KV head's group; query (B, H_q, q, d), key
     (B, H_kv, T, d). Padding queries count for nothing. Memory grows with T.
     """
-    return _blocks(query, key, None, padding, scaling, window, mass=True)[1]
+    return _blocks(query, key, None, padding, scaling, window, accumulated=True)[1]
 
 
-def causal_and_mass(
+def causal_and_accumulated(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, scaling: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`causal` and `attention_mass`; on a CPU the weights are written out once for both."""
+    """`causal` and `accumulated_attention`; on a CPU the weights are written out once for both."""
     if query.device.type == "cpu":
-        return _blocks(query, key, value, padding, scaling, window, mass=True)
+        return _blocks(query, key, value, padding, scaling, window, accumulated=True)
     asked = query, key, padding, scaling, window
-    return causal(query, key, value, *asked[2:]), attention_mass(*asked)
+    return causal(query, key, value, *asked[2:]), accumulated_attention(*asked)
 
 
 def _blocks(
@@ -161,9 +163,10 @@ def _blocks(
     scaling: float,
     window: int | None,
     *,
-    mass: bool,
+    accumulated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention written out for a block of queries at a time: (output or an empty tensor, mass or an empty tensor).
+    """Attention written out for a block of queries at a time: (output or an empty tensor, accumulated attention or an
+    empty tensor).
 
     On a CPU logits are float32 whatever the model computes in: bfloat16 has three digits, too few for an exponent.
     """
@@ -175,7 +178,7 @@ def _blocks(
     turned = key.to(wide).mT.contiguous().flatten(0, 1)  # (B * H, d, T)
     values = None if value is None else value.flatten(0, 1)
     out = query.new_empty(0 if value is None else (rows, group, q, value.shape[3]))
-    total = key.new_zeros(rows, 1, t if mass else 0, dtype=torch.float32)
+    total = key.new_zeros(rows, 1, t if accumulated else 0, dtype=torch.float32)
     padding = None if padding is None or bool(padding.all()) else padding.bool()
     window = None if window is not None and window >= t else window
     # A thread of a CPU takes one KV head: products over several take a third longer, out of its cache.
@@ -211,7 +214,7 @@ def _blocks(
             else:
                 logits.view(n, group, width, -1)[..., -width:].masked_fill_(hidden[:, -width:], -torch.inf)
             torch.softmax(logits, dim=-1, dtype=torch.float32, out=shares)
-            if mass:
+            if accumulated:
                 ones = shares.new_ones(n, 1, group * width) if counts is None else counts.reshape(n, 1, -1).float()
                 total[mine, :, first:seen].baddbmm_(ones, shares)
             if values is not None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from moend.allocation import Demand, adaptive, head_tokens, headed, pyramid, ripple, routed, shaped, uniform
+from moend.allocation import CostModel, adaptive, head_tokens, headed, pyramid, ripple, routed, shaped, uniform
 from moend.allocation.shares import Shape
 from moend.cache import CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
@@ -180,11 +180,11 @@ class Method:
         group = min(self.group, 32) if cap < 256 else self.group
         window = min(group, cap // 8) if self.window is None else self.window
         form: Literal["none", "shared", "per_head"] = "none"
-        mass = False
+        accumulated = False
         if (made := self.make_scorer()) is not None:
             form = "per_head" if made.per_head else "shared"
-            mass = self.schedule == "every" and "mass" in made.observes
-        return Storage(k_bits, v_bits, group, window, form, mass, channels=self.channels)
+            accumulated = self.schedule == "every" and "accumulated" in made.observes
+        return Storage(k_bits, v_bits, group, window, form, accumulated, channels=self.channels)
 
 
 METHOD_FOLDERS = (Path(__file__).parents[2] / "conf" / "method",)
@@ -315,7 +315,7 @@ class BoundMethod:
         m, arch = self.method, self.arch
         paper = self.protocol == "paper"
         b = total / arch.full_bytes(1)  # the budget in tokens per layer at 16 bit
-        demand = Demand(
+        demand = CostModel(
             arch=arch,
             reference=reference,
             exact=self.t_ref is None,

@@ -54,7 +54,8 @@ class Scorer(Protocol):
 
     @property
     def observes(self) -> tuple[str, ...]:
-        """What it needs that only the pass over the prompt shows; "mass" (B, H, n) float32: attention received, summed
+        """What it needs that only the pass over the prompt shows; "accumulated attention" (B, H, n) float32:
+        attention received, summed
         over all queries so far and the query heads of a group."""
 
     @property

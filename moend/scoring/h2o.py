@@ -24,19 +24,19 @@ class H2O:
     name = "h2o"
     per_head = True
     last_queries = 0
-    observes = ("mass",)
+    observes = ("accumulated",)
     at_decode = True
     statistics = None
 
     def __call__(self, view: LayerView) -> Tensor:
         """(B, H, n) float32, -inf at padding."""
-        if "mass" not in view.observed:
+        if "accumulated" not in view.observed:
             raise ValueError("scorer h2o needs the attention that entries received")
-        mass = view.observed["mass"].float()
+        accumulated = view.observed["accumulated"].float()
         if self.average:
             positions = view.positions[:, None] if view.positions.dim() == 2 else view.positions
-            mass = mass / (view.now[:, None, None] - positions).clamp(min=1)
-        return torch.where(view.valid, mass, -torch.inf)
+            accumulated = accumulated / (view.now[:, None, None] - positions).clamp(min=1)
+        return torch.where(view.valid, accumulated, -torch.inf)
 
 
 SCORER = H2O

@@ -14,7 +14,7 @@ import torch
 
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered, Sample
-from moend.cache import Row
+from moend.cache import LayerKV
 from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice, measure
@@ -262,7 +262,7 @@ def test_given_text_is_scored_across_evictions(loaded, artefacts):
 def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples, monkeypatch):
     """`max_bytes` bounds memory: cells are forked batch by batch, one ahead, and finished batches are let go."""
     alive, most = weakref.WeakSet(), []
-    make, decode = Row.__init__, Engine._decode
+    make, decode = LayerKV.__init__, Engine._decode
 
     def made(self, *args, **kwargs):
         make(self, *args, **kwargs)
@@ -273,7 +273,7 @@ def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples,
         most.append(len(alive))
         return decode(self, *args)
 
-    monkeypatch.setattr(Row, "__init__", made)
+    monkeypatch.setattr(LayerKV, "__init__", made)
     monkeypatch.setattr(Engine, "_decode", decoded)
     jobs = [Job(cell(loaded, artefacts, "Random", f"{b}%")) for b in (10, 20, 30, 40, 50)]
     Engine(loaded, fuse=False).run(examples[0], jobs)

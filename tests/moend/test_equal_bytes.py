@@ -36,7 +36,7 @@ def prefilled(shape: str) -> Prefilled:
         LayerCapture(draw(1, h, tokens, d), draw(1, h, tokens, d), draw(1, arch.q_heads, 32, d))
         for _ in range(arch.layers)
     ]
-    rows = {"reconstruction": h, "routing_query": 2, "routing_recon": 2, "mass": h}
+    rows = {"reconstruction": h, "routing_query": 2, "routing_recon": 2, "accumulated": h}
     observed = {k: [draw(1, n, tokens).abs()] * arch.layers for k, n in rows.items()}
     return Prefilled(one, torch.arange(tokens)[None], None, None, observed)
 
@@ -101,7 +101,8 @@ def test_fixed_bits_leave_less_than_an_entry_a_layer(shape: str, name: str, budg
     if min(s.tokens for s in b.specs(tokens, NEW)) >= tokens - NEW and b.method.quantises:  # its ceiling
         assert held >= 0.97 * everything(name, shape)
         return
-    # An entry at 16 bit on both sides, its position and its mass; where K is packed, a new group's scales as well.
+    # An entry at 16 bit on both sides, its position and its accumulated attention; where K is packed, a new group's
+    # scales as well.
     entry = arch.kv_heads * (4 * arch.head_dim + 8) + (arch.kv_heads * arch.head_dim * 4 if b.method.quantises else 0)
     # A layer that keeps all (PyramidKV's first) stores no positions; the entries of all layers stay SnapKV's.
     whole = sum(s.tokens >= tokens for s in b.specs(tokens, NEW))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moend.allocation import Demand
+from moend.allocation import CostModel
 from moend.allocation.uniform import largest
 from moend.cache import LayerCapture, Prefilled
 from moend.calibration import DamageSettings
@@ -205,7 +205,7 @@ def test_held_bytes_never_pass_the_budget(name, budget, tokens, new, t_ref, shap
         for _ in range(2)
     ]
     rotary = [Rotary(torch.rand(dim // 2), 1.0, dim)] * 2
-    shapes = {"reconstruction": heads, "routing_query": 2, "mass": heads}
+    shapes = {"reconstruction": heads, "routing_query": 2, "accumulated": heads}
     observed = {name: [torch.rand(1, rows, tokens)] * 2 for name, rows in shapes.items()}
     prefilled = Prefilled(layers, torch.arange(tokens)[None], None, None, observed)
     cache = b.fork(prefilled, new, rotary=rotary, scaling=[0.1] * 2)
@@ -232,7 +232,7 @@ def test_uniform_is_the_largest_that_fits(schedule, bits, fields, lengths, share
     m = method("Random", schedule=schedule, precision=dict(zip(("k_bits", "v_bits"), bits, strict=True)), **fields)
     (reference, new), total = lengths, int(share * arch.full_bytes(lengths[0]))
     b = bind(m, Budget("bytes", float(total)), "matched", arch, t_ref=None)
-    demand = Demand(
+    demand = CostModel(
         arch=arch,
         reference=reference,
         exact=exact,

@@ -27,8 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moend.cache.layer_kv import Chooser, Row, Schedule, gather
-from moend.cache.packed_store import Bank
+from moend.cache.layer_kv import Chooser, LayerKV, Schedule, gather
+from moend.cache.packed_store import PackedStore
 from moend.cache.packing import Packed, quantise_k, quantise_v
 from moend.hf.rope import back
 from moend.kernels.cpu import compiled
@@ -46,7 +46,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class Part:
-    """A Row while it decodes: the counters of its strands `at` ... at + heads. Counters hold as of `clock`."""
+    """A LayerKV while it decodes: the counters of its strands `at` ... at + heads. Counters hold as of `clock`."""
 
     sequence: int
     at: int
@@ -62,8 +62,8 @@ class Part:
     positions: Tensor | None  # of the entries there were when it was laid down; those since then follow on
     first: int  # entries of the first run: packed K leaves a gap between it and the next group
     slots: int  # slots used
-    summed: bool = False  # whether the attention its entries receive is summed (`Row.mass`)
-    asked: int = 0  # how many of its last queries are kept (`Row.queries`)
+    summed: bool = False  # whether the attention its entries receive is summed (`LayerKV.accumulated attention`)
+    asked: int = 0  # how many of its last queries are kept (`LayerKV.queries`)
     k: tuple[int, int] = (0, 0)  # (bank, first strand in it)
     v: tuple[int, int] = (0, 0)
 
@@ -107,7 +107,7 @@ def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return made
 
 
-def _first(row: Row) -> tuple[int, int]:
+def _first(row: LayerKV) -> tuple[int, int]:
     """Entries in the first run of a row's older entries, and the slots that all of them take."""
     group = row.storage.group
     old = row.n - row.tail if row.storage.quantised else row.n
@@ -124,7 +124,7 @@ def _kind(storage: Storage, side: str, dim: int) -> tuple[int, int]:
     return storage.v_bits, v_group(dim, storage.channels)
 
 
-def _piece(row: Row, side: str, slots: int) -> Packed | Tensor | None:
+def _piece(row: LayerKV, side: str, slots: int) -> Packed | Tensor | None:
     """One side of a row's older entries where they fill `slots` in one piece: a bank of their own needs no copy."""
     bits = row.storage.k_bits if side == "k" else row.storage.v_bits
     if row.n - (row.tail if row.storage.quantised else 0) != slots or not slots:
@@ -151,14 +151,14 @@ def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> li
     ]
 
 
-def _columns(rows: Sequence[Row]) -> int:
+def _columns(rows: Sequence[LayerKV]) -> int:
     """Where the cursor of a new tail stands: room for every tail there is, and for the windows of rows that evict."""
     tails = [r.tail for r in rows if r.storage.quantised]
     windows = [r.storage.window for r in rows if r.storage.quantised and r.schedule.cap is not None]
     return max([*tails, *windows, 0])
 
 
-def allocation(rows: Sequence[tuple[Row, ...]]) -> int:
+def allocation(rows: Sequence[tuple[LayerKV, ...]]) -> int:
     """Bytes that `Strands` of these rows (see there) will allocate when it is made."""
     flat = [r for parts in rows for r in parts]
     if not flat:
@@ -177,7 +177,7 @@ def allocation(rows: Sequence[tuple[Row, ...]]) -> int:
                 scales = slots // group * dim if side == "k" else slots * (dim // group)
                 total += heads * (slots * dim * bits // 8 + scales * 4)
     columns = _columns(flat) + SPARE
-    beside = 5 if any(r.mass is not None for r in flat) else 1  # the mask, and the mass
+    beside = 5 if any(r.accumulated is not None for r in flat) else 1  # the mask, and the accumulated attention
     positions = sum(r.positions.nbytes for r in flat if r.positions is not None)
     most = max((r.queries.shape[1] * r.queries.shape[2] for r in flat if r.queries is not None), default=0)
     total += strands * most * dim * size
@@ -185,9 +185,9 @@ def allocation(rows: Sequence[tuple[Row, ...]]) -> int:
 
 
 class Strands:
-    """Rows of one layer: for each sequence its Row, or the rows of its heads where these hold different numbers."""
+    """Rows of one layer: for each sequence its LayerKV, or the rows of its heads where these hold different numbers."""
 
-    def __init__(self, rows: Sequence[tuple[Row, ...]]):
+    def __init__(self, rows: Sequence[tuple[LayerKV, ...]]):
         flat = [r for parts in rows for r in parts]
         first = flat[0].k_tail
         if any(r.dtype != first.dtype for r in flat):
@@ -217,7 +217,9 @@ class Strands:
         self.slots = max(b.slots for b in self.k_banks)
         self.hidden = torch.ones(total, self.slots + self.k_tail.shape[1], dtype=torch.bool, device=first.device)
         self.hidden[:, self.slots + self.cursor :] = False
-        self.mass = torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
+        self.accumulated = (
+            torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
+        )
         self.queries: Tensor | None = None  # (S, G, w, d): the last w queries, right-aligned, where any part asks
         self._all = torch.arange(total)
         for part, row in zip(self.parts, flat, strict=True):
@@ -229,15 +231,15 @@ class Strands:
                 self.queries[part.strands, :, self.queries.shape[2] - part.asked :] = row.queries
         self._look_ahead()
 
-    def _part(self, row: Row, sequence: int, at: int) -> Part:
+    def _part(self, row: LayerKV, sequence: int, at: int) -> Part:
         first, slots = _first(row)
         return Part(
             sequence, at, row.heads, row.storage, row.schedule, row.choose,
             n=row.n, tail=0, seen=row.seen, steps=row.steps, clock=0, positions=None, first=first, slots=slots,
-            summed=row.mass is not None, asked=0 if row.queries is None else row.queries.shape[2],
+            summed=row.accumulated is not None, asked=0 if row.queries is None else row.queries.shape[2],
         )  # fmt: skip
 
-    def _banks(self, rows: Sequence[Row], side: Literal["k", "v"], like: Tensor) -> list[Bank]:
+    def _banks(self, rows: Sequence[LayerKV], side: Literal["k", "v"], like: Tensor) -> list[PackedStore]:
         banks = []
         layout = _layout([(p.heads, p.slots, p.storage) for p in self.parts], side, self.dim)
         for number, ((bits, group), members) in enumerate(layout):
@@ -249,12 +251,12 @@ class Strands:
             slots, per = max(self.parts[i].slots for i in members), "channel" if side == "k" else "token"
             piece = _piece(rows[members[0]], side, slots) if len(members) == 1 else None
             if piece is None:
-                banks.append(Bank(strands, slots, bits, group, per, like, self.dim))
+                banks.append(PackedStore(strands, slots, bits, group, per, like, self.dim))
             else:
-                banks.append(Bank.of(strands, piece, bits, group, per, self.dim))
+                banks.append(PackedStore.of(strands, piece, bits, group, per, self.dim))
         return banks
 
-    def _lay(self, part: Part, row: Row) -> None:
+    def _lay(self, part: Part, row: LayerKV) -> None:
         """Lay a row's entries down where its part says; `first` and `slots` are set, and there is room for them."""
         s, group = row.storage, row.storage.group
         tail = row.tail if s.quantised else 0
@@ -284,12 +286,12 @@ class Strands:
             mine[:, at - tail : at] = False
             self.k_tail[part.strands, self.cursor - tail : self.cursor] = row.k_tail[:, row.k_tail.shape[1] - tail :]
             self.v_tail[part.strands, self.cursor - tail : self.cursor] = row.v_tail[:, row.v_tail.shape[1] - tail :]
-        if self.mass is not None and row.mass is not None:
-            sums = self.mass[part.strands].zero_()
-            sums[:, : part.first] = row.mass[:, : part.first]
+        if self.accumulated is not None and row.accumulated is not None:
+            sums = self.accumulated[part.strands].zero_()
+            sums[:, : part.first] = row.accumulated[:, : part.first]
             if gap:
-                sums[:, part.first + gap : part.slots] = row.mass[:, part.first : old]
-            sums[:, at - tail : at] = row.mass[:, old:]
+                sums[:, part.first + gap : part.slots] = row.accumulated[:, part.first : old]
+            sums[:, at - tail : at] = row.accumulated[:, old:]
         part.n, part.tail, part.storage, part.positions = row.n, tail, s, row.positions
         self._where = None
 
@@ -304,8 +306,8 @@ class Strands:
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of the tail, the mask, the mass and the queries."""
-        own = self.k_tail, self.v_tail, self.hidden, self.mass, self.queries
+        """Bytes of the tail, the mask, the accumulated attention and the queries."""
+        own = self.k_tail, self.v_tail, self.hidden, self.accumulated, self.queries
         return sum(t.nbytes for t in own if t is not None)
 
     @property
@@ -348,9 +350,9 @@ class Strands:
         """Entries of each KV head."""
         return [p.touch(self.clock).n for p in self.parts if p.sequence == sequence for _ in range(p.heads)]
 
-    def rows(self) -> list[tuple[Row, ...]]:
+    def rows(self) -> list[tuple[LayerKV, ...]]:
         """What is held, as rows at rest."""
-        made: list[list[Row]] = [[] for _ in range(self.sequences)]
+        made: list[list[LayerKV]] = [[] for _ in range(self.sequences)]
         for part in self.parts:
             made[part.sequence].append(self._row(part.touch(self.clock)))
         return [tuple(x) for x in made]
@@ -364,7 +366,7 @@ class Strands:
         after = torch.arange(part.seen - new, part.seen, dtype=torch.int32, device=known.device)
         return torch.cat([known, after.expand(*known.shape[:-1], new)], dim=-1)
 
-    def _row(self, part: Part) -> Row:
+    def _row(self, part: Part) -> LayerKV:
         s, old = part.storage, part.n - part.tail
         runs = [(0, part.first)]
         if old > part.first:
@@ -378,14 +380,14 @@ class Strands:
             tails.append(torch.cat([*kept, x[part.strands, self.cursor - part.tail : self.cursor]], dim=1))
         k = tuple(p for p in sides[0] if isinstance(p, Packed))
         v = [p for p in sides[1] if isinstance(p, Packed)]
-        mass = None
-        if self.mass is not None and part.summed:
+        accumulated = None
+        if self.accumulated is not None and part.summed:
             runs.append((self.slots + self.cursor - part.tail, self.slots + self.cursor))
-            mass = torch.cat([self.mass[part.strands, a:b] for a, b in runs], dim=1)
+            accumulated = torch.cat([self.accumulated[part.strands, a:b] for a, b in runs], dim=1)
         queries = None
         if self.queries is not None and part.asked:
             queries = self.queries[part.strands, :, self.queries.shape[2] - part.asked :].clone()
-        return Row.of(
+        return LayerKV.of(
             k,
             _join(v) if v else None,
             *tails,
@@ -395,7 +397,7 @@ class Strands:
             schedule=part.schedule,
             choose=part.choose,
             steps=part.steps,
-            mass=mass,
+            accumulated=accumulated,
             queries=queries,
         )
 
@@ -423,7 +425,9 @@ class Strands:
         strands = [old * self.heads + h for old in order for h in range(self.heads)]
         index = torch.tensor(strands, device=self.k_tail.device)
         twin.k_tail, twin.v_tail, twin.hidden = self.k_tail[index], self.v_tail[index], self.hidden[index]
-        twin.mass = self.mass[index] if self.mass is not None and any(p.summed for p in twin.parts) else None
+        twin.accumulated = (
+            self.accumulated[index] if self.accumulated is not None and any(p.summed for p in twin.parts) else None
+        )
         if self.queries is not None:
             wide = max(p.asked for p in twin.parts)
             twin.queries = self.queries[index][:, :, self.queries.shape[2] - wide :].clone() if wide else None
@@ -432,7 +436,7 @@ class Strands:
         twin._look_ahead()
         return twin
 
-    def _picked(self, sources: list[Part], parts: list[Part], side: str) -> list[Bank]:
+    def _picked(self, sources: list[Part], parts: list[Part], side: str) -> list[PackedStore]:
         members: dict[int, list[int]] = {}
         for i, part in enumerate(sources):
             members.setdefault(getattr(part, side)[0], []).append(i)
@@ -445,7 +449,7 @@ class Strands:
                 setattr(parts[i], side, (number, len(strands)))
                 local += range(start, start + heads)
                 strands += range(parts[i].at, parts[i].at + heads)
-            bank: Bank = getattr(self, f"{side}_banks")[old]
+            bank: PackedStore = getattr(self, f"{side}_banks")[old]
             banks.append(bank.pick(local, strands, max(parts[i].slots for i in inside)))
         return banks
 
@@ -558,9 +562,9 @@ class Strands:
         self.v_banks[part.v[0]].write(part.v[1], slot, v)
         self.hidden[part.strands, slot : slot + count] = False
         self.hidden[part.strands, self.slots + begin : self.slots + begin + count] = True
-        if self.mass is not None:
-            moved = self.mass[part.strands, self.slots + begin : self.slots + begin + count]
-            self.mass[part.strands, slot : slot + count] = moved
+        if self.accumulated is not None:
+            moved = self.accumulated[part.strands, self.slots + begin : self.slots + begin + count]
+            self.accumulated[part.strands, slot : slot + count] = moved
             moved.zero_()
         part.slots, part.tail = slot + count, part.tail - count
         self.base[part.sequence] -= saved
@@ -574,9 +578,13 @@ class Strands:
         if (more := max(b.slots for b in banks) - self.slots) > 0:
             unused = self.hidden.new_ones(self.hidden.shape[0], more)
             self.hidden = torch.cat([self.hidden[:, : self.slots], unused, self.hidden[:, self.slots :]], dim=1)
-            if self.mass is not None:
-                parts = self.mass[:, : self.slots], self.mass.new_zeros(unused.shape), self.mass[:, self.slots :]
-                self.mass = torch.cat(parts, dim=1)
+            if self.accumulated is not None:
+                parts = (
+                    self.accumulated[:, : self.slots],
+                    self.accumulated.new_zeros(unused.shape),
+                    self.accumulated[:, self.slots :],
+                )
+                self.accumulated = torch.cat(parts, dim=1)
             self.slots += more
 
     def _shift(self, new: int) -> None:
@@ -591,9 +599,11 @@ class Strands:
         hidden = self.hidden[:, self.slots + begin : self.slots + self.cursor]
         free = hidden.new_zeros(hidden.shape[0], spare)
         self.hidden = torch.cat([self.hidden[:, : self.slots], hidden, free], dim=1)
-        if self.mass is not None:
-            sums = self.mass[:, self.slots + begin : self.slots + self.cursor]
-            self.mass = torch.cat([self.mass[:, : self.slots], sums, self.mass.new_zeros(free.shape)], dim=1)
+        if self.accumulated is not None:
+            sums = self.accumulated[:, self.slots + begin : self.slots + self.cursor]
+            self.accumulated = torch.cat(
+                [self.accumulated[:, : self.slots], sums, self.accumulated.new_zeros(free.shape)], dim=1
+            )
         for name in ("k_tail", "v_tail"):
             x = getattr(self, name)
             setattr(self, name, torch.cat([x[:, begin : self.cursor], x.new_zeros(x.shape[0], spare, self.dim)], dim=1))
@@ -608,16 +618,20 @@ class Strands:
             raise RuntimeError("a row with a cap needs a scorer that can score while decoding")
         old = self._row(part)
         keys, values = old.dense(torch.float32)
-        observed = {} if old.mass is None else {"mass": old.mass}
+        observed = {} if old.accumulated is None else {"accumulated": old.accumulated}
         asked = None
         if old.queries is not None:  # those before the first token are none
             asked = old.queries[:, :, max(part.asked - part.seen, 0) :].flatten(0, 1)
         index = part.choose(keys, values, old.true_positions(), part.seen, keep, observed, asked)
-        mass = None if old.mass is None else old.mass.gather(1, index.expand(len(old.mass), -1))
+        accumulated = (
+            None if old.accumulated is None else old.accumulated.gather(1, index.expand(len(old.accumulated), -1))
+        )
         keys, values, kept = gather(keys, values, old.true_positions(), index)
         form: Literal["shared", "per_head"] = "per_head" if index.shape[0] > 1 else "shared"
         storage = replace(part.storage, positions=form)
-        row = Row(keys, values, kept, storage, seen=part.seen, dtype=old.dtype, mass=mass, queries=old.queries)
+        row = LayerKV(
+            keys, values, kept, storage, seen=part.seen, dtype=old.dtype, accumulated=accumulated, queries=old.queries
+        )
         part.first, part.slots = _first(row)
         part.steps = 0
         self._reserve(part, part.slots)
@@ -631,7 +645,7 @@ class Strands:
     @property
     def path(self) -> str:
         """What computes a step of one token: "triton" on GPUs that have it, "compiled" on a CPU, "torch" otherwise."""
-        if self.mass is None and not self._reindexed and kernel.usable(self.k_tail.device):
+        if self.accumulated is None and not self._reindexed and kernel.usable(self.k_tail.device):
             return "triton"
         return "compiled" if compiled.usable(self.k_tail, 1) else "torch"
 
@@ -680,10 +694,10 @@ class Strands:
             if p > 1 or window is not None:
                 self._hide(logits.view(strands, group, q, n), start, p, window)
             probs = self._softmax(logits, fast)
-            if self.mass is not None:
+            if self.accumulated is not None:
                 received = probs.sum(1)
-                self.mass[:, :used] += received[:, :used]
-                self.mass[:, self.slots + self._begin : self.slots + self.cursor] += received[:, used:]
+                self.accumulated[:, :used] += received[:, :used]
+                self.accumulated[:, self.slots + self._begin : self.slots + self.cursor] += received[:, used:]
             out.append(self._mixed(probs, flat, fast).view(strands, group, q, dim).to(query.dtype))
         return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
@@ -717,14 +731,14 @@ class Strands:
         """softmax(logits) without what is hidden, in float32 where its sums are wanted."""
         used, first = self._used, self.slots + self._begin
         if fast:
-            compiled.softmax(logits, self.hidden, self._lengths, used, first - used, self.mass is not None)
+            compiled.softmax(logits, self.hidden, self._lengths, used, first - used, self.accumulated is not None)
             return logits
         if self._old_hidden:
             logits[:, :, :used].masked_fill_(self.hidden[:, None, :used], -torch.inf)
         if self._new_hidden:
             hidden = self.hidden[:, None, first : self.slots + self.cursor]
             logits[:, :, used:].masked_fill_(hidden, -torch.inf)
-        return torch.softmax(logits, dim=-1, dtype=None if self.mass is None else torch.float32)
+        return torch.softmax(logits, dim=-1, dtype=None if self.accumulated is None else torch.float32)
 
     def _mixed(self, probs: Tensor, flat: Tensor, fast: bool) -> Tensor:
         """All values weighted by probs (S, R, n): (S, R, d)."""

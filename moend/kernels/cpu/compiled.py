@@ -39,7 +39,7 @@ def usable(x: Tensor, rows: int) -> bool:
 class Entries:
     """Slots begin ... lengths[i] of x (s, M, numbers or bytes), of the strands `at` of all, with scales if codes.
 
-    bits, group, step, zero: as in `moend.cache.packed_store.Bank`; lengths, at int64 (s,). Slot t is column
+    bits, group, step, zero: as in `moend.cache.packed_store.PackedStore`; lengths, at int64 (s,). Slot t is column
     to + t - begin of logits and probabilities; codes begin at 0, lengths of packed K are whole groups. Made once and
     asked many times: it remembers where its tensors lie, and how far they go.
     """

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moend.cache.packed_store import Bank
+from moend.cache.packed_store import PackedStore
 
 SPLIT = 512  # slots of one strand that one program takes
 BLOCK = 64  # of them in registers at a time
@@ -56,7 +56,7 @@ class Side:
     group: int
 
     @classmethod
-    def of(cls, bank: Bank) -> Side:
+    def of(cls, bank: PackedStore) -> Side:
         """A bank's tensors."""
         return cls(bank.x, bank.step, bank.zero, bank.bits, bank.group) if bank.bits < 16 else cls.plain(bank.x)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.allocation import Demand, headed
+from moend.allocation import CostModel, headed
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import Config, encode
 from moend.errors import Infeasible, UserError
@@ -28,7 +28,7 @@ def storage(cap, k_bits, v_bits):
 
 
 def demand(total, arch, least=1):
-    return Demand(
+    return CostModel(
         arch=arch,
         reference=TOKENS,
         exact=True,

@@ -12,18 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.cache import packed_store as bank_module
-from moend.cache.packed_store import Bank
+from moend.cache.packed_store import PackedStore
 from moend.cache.packing import quantise_k, quantise_v
 from moend.kernels.cpu import compiled
 
 STORES = [8, 4, 2, torch.float32, torch.float16, torch.bfloat16]
 
 
-def filled(kind, per: str, group: int, x: torch.Tensor, spare: int, names: list[int]) -> tuple[Bank, torch.Tensor]:
+def filled(
+    kind, per: str, group: int, x: torch.Tensor, spare: int, names: list[int]
+) -> tuple[PackedStore, torch.Tensor]:
     """A bank of entries x (s, m, d) with slots to spare, and what it holds in numbers."""
     bits, like = (kind, torch.zeros(0)) if isinstance(kind, int) else (16, torch.zeros(0, dtype=kind))
     m, dim = x.shape[1:]
-    bank = Bank(names, m + spare * group, bits, group, per, like, dim)
+    bank = PackedStore(names, m + spare * group, bits, group, per, like, dim)
     if bits == 16:
         bank.write(0, 0, x.to(kind))
         held = x.to(kind).float()
@@ -85,7 +87,7 @@ def test_floats_become_the_same_numbers(dtype):
         [0.0, -0.0, 1.0, -1.5, least, -least / 4, most, -most, torch.inf, -torch.inf, torch.nan], dtype=dtype
     )
     for dim in (1, 16):
-        bank = Bank([0], len(x), 16, 1, "channel", x, dim)
+        bank = PackedStore([0], len(x), 16, 1, "channel", x, dim)
         bank.write(0, 0, torch.cat([x[:, None], x.new_zeros(len(x), dim - 1)], dim=1)[None])
         out, one = torch.empty(1, 1, len(x)), torch.zeros(1, 1, dim)
         one[..., 0] = 1
@@ -128,7 +130,7 @@ def test_a_strand_is_computed_alike_in_any_company(kind, m, rows, gap, cut):
 
 def test_what_compiled_code_would_misread_is_refused():
     """Memory that does not lie in a row, other numbers, sizes that do not fit: it would read or write beside them."""
-    bank = Bank([0], 8, 16, 1, "channel", torch.zeros(0), 16)
+    bank = PackedStore([0], 8, 16, 1, "channel", torch.zeros(0), 16)
     seen, one = torch.zeros(1, 4, dtype=torch.bool), torch.ones(1, 4, 16)
     with pytest.raises(ValueError, match="in a row"):
         bank.score(torch.ones(1, 16, 4).mT, torch.empty(1, 4, 8))
@@ -144,16 +146,16 @@ def test_what_compiled_code_would_misread_is_refused():
     with pytest.raises(ValueError, match="fit together"):
         bank.score(one, torch.empty(1, 4, 7))
     with pytest.raises(ValueError, match="fit together"):
-        Bank([3], 8, 16, 1, "channel", torch.zeros(0), 16).score(one, torch.empty(1, 4, 8))
+        PackedStore([3], 8, 16, 1, "channel", torch.zeros(0), 16).score(one, torch.empty(1, 4, 8))
     with pytest.raises(ValueError, match="fit together"):
         bank.fill(torch.tensor([9]))
         bank.score(one, torch.empty(1, 4, 9))
     with pytest.raises(ValueError, match="fit together"):
         compiled.softmax(torch.ones(1, 1, 4), seen, torch.tensor([3]), 2, 0, False)
     with pytest.raises(ValueError, match="fit together"):
-        Bank([0], 8, 16, 1, "channel", torch.zeros(0), 8).score(one, torch.empty(1, 4, 8))
+        PackedStore([0], 8, 16, 1, "channel", torch.zeros(0), 8).score(one, torch.empty(1, 4, 8))
     with pytest.raises(ValueError, match=r"float64"):
-        Bank([0], 8, 16, 1, "channel", torch.zeros(0).double(), 16).score(one, torch.empty(1, 4, 8))
+        PackedStore([0], 8, 16, 1, "channel", torch.zeros(0).double(), 16).score(one, torch.empty(1, 4, 8))
 
 
 def test_small_scales_count_on_processors_that_take_subnormals_for_zero():
@@ -174,7 +176,7 @@ def test_small_scales_count_on_processors_that_take_subnormals_for_zero():
 
 def test_whoever_wants_gradients_gets_them():
     """Compiled code has none: torch's operations are taken."""
-    bank = Bank([0], 8, 16, 1, "channel", torch.zeros(0), 16)
+    bank = PackedStore([0], 8, 16, 1, "channel", torch.zeros(0), 16)
     bank.write(0, 0, torch.randn(1, 8, 16))
     query, out = torch.randn(1, 1, 16, requires_grad=True), torch.zeros(1, 1, 8)
     bank.score(query, out)
@@ -205,7 +207,7 @@ def test_an_interrupted_caller_may_let_go_of_its_memory(monkeypatch):
 
 def test_a_copy_sees_its_own_memory():
     """deepcopy and pickle: what is written to the copy's tensors is what it computes with."""
-    bank = Bank([0], 8, 16, 1, "channel", torch.zeros(0), 16)
+    bank = PackedStore([0], 8, 16, 1, "channel", torch.zeros(0), 16)
     out, one = torch.empty(1, 1, 8), torch.ones(1, 1, 16)
     bank.score(one, out)
     for twin in (copy.deepcopy(bank), pickle.loads(pickle.dumps(bank))):
@@ -222,7 +224,7 @@ def test_what_grown_banks_leave_behind_goes_back_to_the_system(monkeypatch):
     monkeypatch.setattr(bank_module, "_trim", lambda: calls.append)
     monkeypatch.setattr(bank_module, "_behind", 0)
     monkeypatch.setattr(bank_module, "BEHIND", 4000)
-    bank = Bank([0], 64, 16, 1, "channel", torch.zeros(0), 4)  # 1,024 bytes, then 1,152 and 1,296, 1,456
+    bank = PackedStore([0], 64, 16, 1, "channel", torch.zeros(0), 4)  # 1,024 bytes, then 1,152 and 1,296, 1,456
     for slots, so_far in ((65, 0), (73, 0), (82, 0), (92, 1), (104, 1)):
         bank.reserve(slots)
         assert calls == [0] * so_far
@@ -232,7 +234,7 @@ def test_what_grown_banks_leave_behind_goes_back_to_the_system(monkeypatch):
 
 def test_nothing_keeps_a_replaced_tensor():
     """Growing lets go of what was there, and a clone that a write makes of the shared one."""
-    bank = Bank([0], 64, 8, 32, "channel", torch.zeros(0), 16)
+    bank = PackedStore([0], 64, 8, 32, "channel", torch.zeros(0), 16)
     query, out = torch.ones(1, 1, 16), torch.empty(1, 1, 200)
     piece = quantise_k(torch.randn(1, 32, 16), 8, 32)
     bank.write(0, 0, piece)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import moend
 from moend.cache import (
     CompressedCache,
+    LayerKV,
     LayerSpec,
-    Row,
     Schedule,
     Selector,
     attention_of,
@@ -26,7 +26,7 @@ from moend.cache import (
 )
 from moend.cache.decode.strands import Strands
 from moend.errors import UserError
-from moend.hf.attention import _fused, attention_mass, causal, causal_and_mass
+from moend.hf.attention import _fused, accumulated_attention, causal, causal_and_accumulated
 from moend.plan import Storage, layer_bytes
 from moend.scoring import LayerView
 from tests.tiny import ARCHITECTURES, tiny
@@ -299,15 +299,15 @@ def test_attention_mass_against_dense(monkeypatch, padded, window, block, thread
     if padded:
         valid[0, :47] = False
     whole = dense_mass(q, k, valid, 0.25, window or 10**6)
-    ours = attention_mass(q, k, valid if padded else None, 0.25, window)
+    ours = accumulated_attention(q, k, valid if padded else None, 0.25, window)
     assert ours.shape == (2, 2, 150)
     torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
     assert whole[1].sum().item() == pytest.approx(6 * 150, rel=1e-4)
     v = torch.randn(2, 2, 150, 16)
-    out, mass = causal_and_mass(q, k, v, valid if padded else None, 0.25, window)
-    assert torch.equal(mass, ours)
+    out, accumulated = causal_and_accumulated(q, k, v, valid if padded else None, 0.25, window)
+    assert torch.equal(accumulated, ours)
     assert (out - causal(q, k, v, valid if padded else None, 0.25, window)).abs().max() < 1e-5
-    late = attention_mass(q[:, :, 130:], k, valid if padded else None, 0.25, window)
+    late = accumulated_attention(q[:, :, 130:], k, valid if padded else None, 0.25, window)
     early = dense_mass(q[:, :, :130], k[:, :, :130], valid[:, :130], 0.25, window or 10**6)
     late[..., :130] += early
     torch.testing.assert_close(late, whole, atol=1e-4, rtol=1e-4)
@@ -320,19 +320,19 @@ def test_prefill_observes_mass_whatever_the_chunks(name, padded):
     mask = torch.ones_like(ids)
     if padded:
         mask[1, :40] = 0
-    whole = prefill(model, ids, mask, last_queries=150, observe={"mass"}, chunk=1000)
-    parts = prefill(model, ids, mask, observe={"mass"}, chunk=37)
+    whole = prefill(model, ids, mask, last_queries=150, observe={"accumulated"}, chunk=1000)
+    parts = prefill(model, ids, mask, observe={"accumulated"}, chunk=37)
     plain = prefill(model, ids, mask)
     assert plain.observed == {} and parts.layers[0].queries is None
     for i, layer in enumerate(whole.layers):
         expected = dense_mass(layer.queries, layer.keys, mask.bool(), 0.25, 10**6)
-        torch.testing.assert_close(whole.observed["mass"][i], expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(parts.observed["mass"][i], expected, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(whole.observed["accumulated"][i], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(parts.observed["accumulated"][i], expected, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(plain.layers[i].keys, whole.layers[i].keys, atol=1e-4, rtol=1e-4)
-        mine = parts.seen(i, 1, ("mass",))["mass"]
+        mine = parts.seen(i, 1, ("accumulated",))["accumulated"]
         assert mine.shape == (2, 110 if padded else 150)
-    with pytest.raises(ValueError, match="did not observe mass"):
-        plain.seen(0, 0, ("mass",))
+    with pytest.raises(ValueError, match="did not observe accumulated"):
+        plain.seen(0, 0, ("accumulated",))
     with pytest.raises(ValueError, match="cannot observe gates"):
         prefill(model, ids, observe=("gates",))
 
@@ -442,7 +442,7 @@ def test_predicted_bytes_are_held_bytes(k_bits, v_bits, form, keep, feeds, per_h
     positions = None if n == tokens else torch.arange(tokens)[index] if per_head else torch.arange(tokens)[index[0]]
     storage = Storage(k_bits, v_bits, group, window, "none" if n == tokens else "per_head" if per_head else "shared")
     at = index.expand(heads, -1)[..., None].expand(-1, -1, dim)
-    row = Row(keys.gather(1, at), values.gather(1, at), positions, storage, seen=tokens, dtype=torch.bfloat16)
+    row = LayerKV(keys.gather(1, at), values.gather(1, at), positions, storage, seen=tokens, dtype=torch.bfloat16)
     tail = min(n, window) if storage.quantised else n
     assert row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim)
     strands = Strands([(row,)])
@@ -492,7 +492,7 @@ def test_counted_schedule_never_passes_the_cap(feeds, bits):
     start = torch.arange(50).expand(2, 50)
     schedule = Schedule(60, 10, 128)
     strands = Strands(
-        [(Row(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
+        [(LayerKV(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
     )
     sizes, kept, fed = [], [], 50
     for q in feeds:
@@ -509,7 +509,7 @@ def test_counted_schedule_never_passes_the_cap(feeds, bits):
     assert max(sizes) == 60
     assert row.n == 51 + (sum(feeds) - 11) % 10  # full after 10 tokens, then again every 10
     once = Strands(
-        [(Row(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
+        [(LayerKV(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
     )
     for _ in once.feed(torch.randn(1, 2, sum(feeds), 16), torch.randn(1, 2, sum(feeds), 16)):
         pass
@@ -518,7 +518,7 @@ def test_counted_schedule_never_passes_the_cap(feeds, bits):
 
 def test_paper_schedule_evicts_every_beta_tokens():
     keys = torch.randn(2, 50, 16)
-    row = Row(
+    row = LayerKV(
         keys,
         keys,
         torch.arange(50).expand(2, 50),
@@ -634,7 +634,7 @@ def test_mean_and_peak_bytes_do_not_depend_on_how_tokens_come(feeds):
     """The bytes held after each token, summed: as counted, and by asking the storages after single tokens."""
     torch.manual_seed(0)
     keys = torch.randn(2, 50, 16)
-    row = Row(
+    row = LayerKV(
         keys,
         keys,
         torch.arange(50).expand(2, 50),

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")  # tests/__init__.py has it interpret
 
 from moend.cache.decode.strands import Strands
-from moend.cache.layer_kv import Row
+from moend.cache.layer_kv import LayerKV
 from moend.kernels.triton import launch as kernel
 from moend.plan import Storage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def row(n: int, heads: int, dim: int, storage: Storage) -> Row:
+def row(n: int, heads: int, dim: int, storage: Storage) -> LayerKV:
     """A row of n random entries."""
     keys, values = torch.randn(2, heads, n, dim, device=DEVICE)
-    return Row(keys, values, None, storage, seen=n, dtype=torch.float32)
+    return LayerKV(keys, values, None, storage, seen=n, dtype=torch.float32)
 
 
-def naive(held: tuple[Row, ...], query: torch.Tensor, group: int) -> torch.Tensor:
+def naive(held: tuple[LayerKV, ...], query: torch.Tensor, group: int) -> torch.Tensor:
     """softmax(q K^T) V head by head: query (H_q, d) -> (H_q, d)."""
     out, head = torch.empty_like(query), 0
     for part in held:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.cache.decode.strands import PADDING, Strands, allocation, buckets
-from moend.cache.layer_kv import PROMPT_ONLY, Row, Schedule
+from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule
 from moend.plan import Storage
 
 HEADS, GROUP, DIM, SEEN = 2, 3, 16, 200
@@ -24,19 +24,20 @@ def newest(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, no
     return torch.tensor(sorted(old + rest[len(rest) - (keep - len(old)) :]))[None]
 
 
-def row(n: int, storage: Storage, schedule: Schedule = PROMPT_ONLY, heads: int = HEADS) -> Row:
+def row(n: int, storage: Storage, schedule: Schedule = PROMPT_ONLY, heads: int = HEADS) -> LayerKV:
     """A row of n random entries at random positions of SEEN."""
     keys, values = torch.randn(2, heads, n, DIM)
     positions = torch.stack([torch.randperm(SEEN)[:n].sort().values for _ in range(heads)])
-    return Row(
+    return LayerKV(
         keys, values, positions, storage, seen=SEEN, dtype=torch.float32, schedule=schedule,
-        choose=None if schedule is PROMPT_ONLY else newest, mass=torch.rand(heads, n) if storage.mass else None,
+        choose=None if schedule is PROMPT_ONLY else newest, accumulated=torch.rand(heads, n) if storage.accumulated
+        else None,
         queries=torch.randn(heads, GROUP, storage.queries // GROUP, DIM) if storage.queries else None,
     )  # fmt: skip
 
 
 def naive(
-    rows: tuple[Row, ...], query: torch.Tensor, scaling: float, window: int | None, received: torch.Tensor
+    rows: tuple[LayerKV, ...], query: torch.Tensor, scaling: float, window: int | None, received: torch.Tensor
 ) -> torch.Tensor:
     """Attention of the newest q queries (H_q, q, d) over what rows hold, head by head and query by query.
 
@@ -60,18 +61,20 @@ def naive(
     return out
 
 
-def received(rows: tuple[Row, ...]) -> torch.Tensor:
-    """(H, positions): the mass that rows hold, by position."""
+def received(rows: tuple[LayerKV, ...]) -> torch.Tensor:
+    """(H, positions): the accumulated attention that rows hold, by position."""
     out, head = torch.zeros(HEADS, 2000), 0
     for part in rows:
-        if part.mass is not None:
-            out[head : head + part.heads].scatter_(1, part.true_positions().long(), part.mass)
+        if part.accumulated is not None:
+            out[head : head + part.heads].scatter_(1, part.true_positions().long(), part.accumulated)
         head += part.heads
     return out
 
 
 FORMS = st.builds(
-    lambda k, v, form, mass, last, channels: Storage(k, v, *form, "per_head", mass, last * GROUP, channels),
+    lambda k, v, form, accumulated, last, channels: Storage(
+        k, v, *form, "per_head", accumulated, last * GROUP, channels
+    ),
     st.sampled_from([16, 8, 4, 2]),
     st.sampled_from([16, 8, 4, 2]),
     st.sampled_from([(32, 32), (16, 40), (32, 0), (16, 5)]),
@@ -82,7 +85,7 @@ FORMS = st.builds(
 
 
 @st.composite
-def sequences(draw: Any) -> tuple[Row, ...]:
+def sequences(draw: Any) -> tuple[LayerKV, ...]:
     """One sequence: a row of all heads that may evict while decoding, or a row per head, each of its own length."""
     storage, lengths = draw(FORMS), st.integers(1, 150)
     if draw(st.booleans()):
@@ -94,7 +97,7 @@ def sequences(draw: Any) -> tuple[Row, ...]:
     return (row(n, storage, Schedule(max(n + 3, 8), max(n // 4, 1), 7, kind)),)
 
 
-def last_queries(rows: tuple[Row, ...]) -> torch.Tensor | None:
+def last_queries(rows: tuple[LayerKV, ...]) -> torch.Tensor | None:
     """(H, G, w, d) that rows hold."""
     held = [r.queries for r in rows if r.queries is not None]
     return torch.cat(held) if held else None
@@ -133,7 +136,7 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
             for a, b in zip(strands.rows()[i], twin.rows()[0], strict=True):
                 assert (a.n, a.seen, a.steps, a.bytes) == (b.n, b.seen, b.steps, b.bytes)
                 assert torch.equal(a.true_positions(), b.true_positions())
-                assert (a.mass is None) == (b.mass is None)
+                assert (a.accumulated is None) == (b.accumulated is None)
                 for x, y in zip(a.dense(torch.float32), b.dense(torch.float32), strict=True):
                     assert torch.equal(x, y)
             if (before := asked[i]) is not None:
@@ -215,7 +218,7 @@ def test_buckets_hold_all_and_pad_little(sizes, limit):
 def test_queries_lie_in_memory_as_models_leave_them(store):
     """One query head per KV head, (B, T, H, d) turned to (B, H, T, d); and shapes that do not fit are refused."""
     torch.manual_seed(0)
-    one = Row(*torch.randn(2, HEADS, 9, DIM), None, Storage(), seen=9, dtype=store)
+    one = LayerKV(*torch.randn(2, HEADS, 9, DIM), None, Storage(), seen=9, dtype=store)
     strands, (query, keys, values) = Strands([(one,)]), torch.randn(3, 1, 4, HEADS, DIM).mT.mT.transpose(2, 3)
     assert not query.is_contiguous()
     twin = strands.fork()
@@ -227,7 +230,7 @@ def test_queries_lie_in_memory_as_models_leave_them(store):
 
 def test_rows_of_different_stores_are_refused():
     a = row(5, Storage())
-    b = Row(*torch.randn(2, HEADS, 5, DIM), None, Storage(), seen=5, dtype=torch.bfloat16)
+    b = LayerKV(*torch.randn(2, HEADS, 5, DIM), None, Storage(), seen=5, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="stored alike"):
         Strands([(a,), (b,)])
 
@@ -237,7 +240,7 @@ def test_rows_of_different_stores_are_refused():
 def test_a_bank_of_one_row_holds_what_is_old_and_nothing_else(bits, n):
     """Whether it takes over the row's tensors or copies them: no entry of the window, and no second copy."""
     keys, values = torch.randn(2, 2, n, 16)
-    row = Row(keys, values, None, Storage(*bits, 32, 12 if min(bits) < 16 else 0), seen=n, dtype=torch.float32)
+    row = LayerKV(keys, values, None, Storage(*bits, 32, 12 if min(bits) < 16 else 0), seen=n, dtype=torch.float32)
     strands = Strands([(row,)])
     old = n - row.tail if row.storage.quantised else n
     for bank in (strands.k_banks[0], strands.v_banks[0]):
@@ -260,7 +263,7 @@ def test_what_was_evicted_leaves_no_trace():
     def newest(keys, values, positions, seen, keep, observed, asked):
         return torch.cat([torch.arange(keep - 10), torch.arange(keys.shape[1] - 10, keys.shape[1])])[None]
 
-    row = Row(
+    row = LayerKV(
         keys, values, torch.arange(64), storage, seen=64, dtype=torch.float32, choose=newest,
         schedule=Schedule(cap=30, beta=4, overshoot="paper"),
     )  # fmt: skip

@@ -18,33 +18,33 @@ ARCH = Arch(3, 4, 2, 16, 4096)
 
 
 def test_score_is_the_mass() -> None:
-    mass = torch.rand(2, 2, 23)
-    got = scorer("h2o")(view(23, padding=3, observed={"mass": mass}))
+    accumulated = torch.rand(2, 2, 23)
+    got = scorer("h2o")(view(23, padding=3, observed={"accumulated": accumulated}))
     assert torch.equal(got[0, :, :3], torch.full((2, 3), -torch.inf))
-    assert torch.equal(got[0, :, 3:], mass[0, :, 3:])
-    assert torch.equal(got[1], mass[1])
+    assert torch.equal(got[0, :, 3:], accumulated[0, :, 3:])
+    assert torch.equal(got[1], accumulated[1])
     with pytest.raises(ValueError, match="received"):
         scorer("h2o")(view(23, observed={}))
 
 
 def test_average_divides_by_the_queries_that_saw_an_entry() -> None:
     """Three tokens that share their attention evenly: 1 + 1/2 + 1/3, 1/2 + 1/3 and 1/3 over 3, 2 and 1 queries."""
-    v = view(3, batch=1, heads=1, observed={"mass": torch.tensor([[[11 / 6, 5 / 6, 1 / 3]]])})
+    v = view(3, batch=1, heads=1, observed={"accumulated": torch.tensor([[[11 / 6, 5 / 6, 1 / 3]]])})
     torch.testing.assert_close(scorer("h2o", average=True)(v), torch.tensor([[[11 / 18, 5 / 12, 1 / 3]]]))
     # by hand for every entry, with padding and a prompt that is not at its start
-    mass = torch.rand(2, 2, 23)
-    v = view(23, padding=3, start=7, observed={"mass": mass})
+    accumulated = torch.rand(2, 2, 23)
+    v = view(23, padding=3, start=7, observed={"accumulated": accumulated})
     got = scorer("h2o", average=True)(v)
     for b, h, i in [(0, 0, 3), (0, 1, 22), (1, 0, 0), (1, 1, 11)]:
         seen_by = int(v.now[b]) - int(v.positions[b, i])
-        assert float(got[b, h, i]) == pytest.approx(float(mass[b, h, i]) / seen_by)
+        assert float(got[b, h, i]) == pytest.approx(float(accumulated[b, h, i]) / seen_by)
     assert torch.equal(got[0, :, :3], torch.full((2, 3), -torch.inf))
 
 
-def heavy(mass: Tensor, held: list[int], keep: int) -> list[int]:
-    """Half of `keep` the newest, the rest those with most mass."""
+def heavy(accumulated: Tensor, held: list[int], keep: int) -> list[int]:
+    """Half of `keep` the newest, the rest those with most accumulated attention."""
     recent = held[len(held) - keep // 2 :]
-    old = sorted((p for p in held if p not in recent), key=lambda p: -float(mass[p]))
+    old = sorted((p for p in held if p not in recent), key=lambda p: -float(accumulated[p]))
     return sorted([*old[: keep - len(recent)], *recent])
 
 
@@ -59,7 +59,7 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
     ids = torch.randint(3, 97, (1, total), generator=torch.Generator().manual_seed(cut))
     bound = bind(method("H2O"), Budget.parse(21), "matched", ARCH, t_ref=None, store_dtype=torch.float32)
     cap = round(bound.plan(cut, 30).layers[0].keep * total)
-    entry = 2 * (16 * 4 + 4 + 4)  # both heads: K and V at 16 bit, a position, the mass
+    entry = 2 * (16 * 4 + 4 + 4)  # both heads: K and V at 16 bit, a position, the accumulated attention
     assert cap == 21 * 2 * 16 * 4 // entry
 
     def received(run: Pass, layer: int) -> Tensor:
@@ -69,9 +69,9 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
         model, bound, ids, cut, feeds, lambda run, layer, h, held, keep: heavy(received(run, layer)[h], held, keep)
     )
     for layer, (row,) in enumerate(cache.rows):
-        assert row.mass is not None
-        mass = received(run, layer).gather(1, row.true_positions().long().expand(2, -1))
-        torch.testing.assert_close(row.mass, mass, atol=1e-4, rtol=1e-4)
+        assert row.accumulated is not None
+        accumulated = received(run, layer).gather(1, row.true_positions().long().expand(2, -1))
+        torch.testing.assert_close(row.accumulated, accumulated, atol=1e-4, rtol=1e-4)
         assert row.n == cap
         half = bound.method.storage(cap, 16, 16)
         assert row.bytes == layer_bytes(cap, half, 2, 16) + cap * 2 * 2 * 16 * 2  # stored at 32 bit
@@ -80,6 +80,6 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
 def test_what_never_evicts_holds_no_mass() -> None:
     model, ids = tiny(), torch.randint(3, 97, (1, 30))
     bound = bind(method("H2O"), Budget.parse("1e6"), "matched", ARCH, t_ref=None)
-    cache = bound.fork(prefill(model, ids, observe=("mass",)), 8, rotary=None, scaling=[0.25] * 3)
-    assert all(row.mass is None for (row,) in cache.rows)
+    cache = bound.fork(prefill(model, ids, observe=("accumulated",)), 8, rotary=None, scaling=[0.25] * 3)
+    assert all(row.accumulated is None for (row,) in cache.rows)
     assert cache.resident_bytes() == ARCH.full_bytes(30)

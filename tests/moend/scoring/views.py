@@ -63,7 +63,7 @@ def view(
         statistics={"mean_real": mean[0], "mean_imag": mean[1], "mean_abs": mean.norm(dim=0) + extra},
         seed=7,
         observed={
-            "mass": torch.rand(batch, heads, n, generator=g),
+            "accumulated": torch.rand(batch, heads, n, generator=g),
             "reconstruction": torch.rand(batch, heads, n, generator=g),
             "routing_query": torch.rand(batch, 2, n, generator=g),
             "routing_recon": torch.rand(batch, 2, n, generator=g),
