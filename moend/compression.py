@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moend.budget import Arch, Budget
 from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument, prefill
 from moend.calibration.artefact import Artefact
 from moend.engine import attention_scaling, rotations
@@ -18,7 +19,7 @@ from moend.errors import UserError
 from moend.hf.routers import Routing
 from moend.methods.bind import BoundMethod, Method, Protocol, bind
 from moend.methods.bind import method as named
-from moend.plan import Arch, Budget, RoutingPlan
+from moend.plan import RoutingPlan
 from moend.replay import OBSERVATIONS, Passes, request
 
 Args = tuple[Any, ...]

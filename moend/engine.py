@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from moend.benchmarks import Rendered
+from moend.budget import Arch, eq1_bytes
 from moend.cache import CompressedCache, LayerKV, Prefilled, attention_of, cache_argument, prefill
 from moend.errors import UserError
 from moend.hf.rope import Rotary, rotary
 from moend.hf.routers import Routing, find
 from moend.methods.bind import BoundMethod
 from moend.models.load import LoadedModel
-from moend.plan import Arch, eq1_bytes
 from moend.replay import OBSERVATIONS, Passes, diagnose, request, routing_flips
 
 

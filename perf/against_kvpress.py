@@ -245,9 +245,10 @@ class Ours:
 
     def job(self, pair: Pair, keep: float, tokens: int) -> Any:
         """A cell that keeps as many of `tokens` entries as kvpress does."""
+        from moend.budget import Budget
         from moend.engine import Job
         from moend.methods.bind import bind
-        from moend.plan import Budget, LayerPlan, RoutingPlan
+        from moend.plan import LayerPlan, RoutingPlan
 
         arch, given, budget = self.arch, None, Budget("ratio", keep)
         if pair.counts == "all":
@@ -680,9 +681,9 @@ def packed(ours: Ours, rendered: Any, bits: int, window: int | None) -> dict[str
     """Our packed cache with all tokens kept: the same figures as `kvpress_peer.Peer.quantise`."""
     import torch
 
+    from moend.budget import Budget
     from moend.cache import attention_of, cache_argument
     from moend.methods.bind import bind, method
-    from moend.plan import Budget
 
     model, (*ids, last), follow = ours.engine.model, rendered.ids, list(rendered.gold_ids)
     fed = torch.tensor([[last, *follow[:-1]]])

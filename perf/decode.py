@@ -110,9 +110,9 @@ class Bench:
 
     def cell(self, entries: Any, name: str, budget: str, fields: dict[str, Any], new: int = 256) -> Any:
         """The cache one of our methods keeps."""
+        from moend.budget import Budget
         from moend.engine import rotations
         from moend.methods.bind import bind, method
-        from moend.plan import Budget
 
         bound = bind(
             method(name, **fields),

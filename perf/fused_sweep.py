@@ -116,9 +116,9 @@ class Bench:
 
     def jobs(self) -> list[Any]:
         """The cells, bound anew so that neither side finds the other's plans."""
+        from moend.budget import Budget
         from moend.engine import Job
         from moend.methods.bind import bind, method
-        from moend.plan import Budget
 
         return [
             Job(

@@ -50,10 +50,10 @@ class Bench:
 
     def ours(self, ids: Any, name: str) -> None:
         """Prefill, score, select and pack one cell at 25 %."""
+        from moend.budget import Budget
         from moend.cache import attention_of, prefill
         from moend.engine import rotations
         from moend.methods.bind import bind, method
-        from moend.plan import Budget
 
         model = self.loaded.model
         bound = bind(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moend.plan import Arch, Storage, layer_bytes
+from moend.budget import Arch, Storage, layer_bytes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from moend.plan import Arch, Storage, eq1_bytes, peak_layer_bytes
+from moend.budget import Arch, Storage, eq1_bytes, peak_layer_bytes
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from moend.benchmarks.answers.extract import THINK_END, THINK_START, after_thinking
 from moend.benchmarks.hub import HubFile
+from moend.budget import Arch
 from moend.errors import Blocked, UserError, unknown
 from moend.models.load import TEMPLATE_DATE
-from moend.plan import Arch
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 from moend.benchmarks.answers.extract import grade, integer
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
 from moend.benchmarks.hub import HubFile
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 NEW_TOKENS = 16_384

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from moend.benchmarks.base import Benchmark, Rendered, Sample, added_bos, encode
 from moend.benchmarks.text import CHARS_PER_TOKEN, part
+from moend.budget import Arch
 from moend.errors import UserError
-from moend.plan import Arch
 
 CONTINUED = 128
 

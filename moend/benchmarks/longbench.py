@@ -15,8 +15,8 @@ from moend.benchmarks.answers.extract import first_line
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
 from moend.benchmarks.hub import HubFile
 from moend.benchmarks.metrics import METRICS, PARAGRAPH, PARAGRAPH_ZH
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     resources.files("moend.benchmarks").joinpath("data/longbench.json").read_text(encoding="utf-8")

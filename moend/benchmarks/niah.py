@@ -26,8 +26,8 @@ from moend.benchmarks.base import (
     whole,
 )
 from moend.benchmarks.text import CHARS_PER_TOKEN, part
+from moend.budget import Arch
 from moend.errors import UserError
-from moend.plan import Arch
 
 HAYSTACKS = ("text", "noise")
 NOISE = "The road is long. The hills are low. The rain has stopped. A cart goes by. Nothing else is new here. "

@@ -8,8 +8,8 @@ from typing import Any
 
 from moend.benchmarks.base import Sample, whole
 from moend.benchmarks.niah import LEAST, Niah
+from moend.budget import Arch
 from moend.errors import UserError
-from moend.plan import Arch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 KEYS = [f"K{i:02d}" for i in range(64)]
 DIGITS = [str(i) for i in range(10)]

@@ -31,8 +31,8 @@ from moend.benchmarks.base import (
 )
 from moend.benchmarks.niah import UNIT
 from moend.benchmarks.ruler_tasks import TASKS, VERSION, Documents, Library, Question
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 LEAST = 1024  # below, the descriptions and worked examples of some tasks leave no room
 METRICS = {"all": "string_match_all", "part": "string_match_part"}

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moend.budget import Storage
 from moend.cache.packing import Packed, quantise_k, quantise_v
 from moend.hf.rope import Rotary
-from moend.plan import Storage
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from moend.budget import Arch, Storage
 from moend.cache.compressed import CaptureLayer, CompressedCache
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule, gather, ragged
 from moend.cache.select import Selector
 from moend.errors import UserError
 from moend.hf.attention import attention_of
 from moend.hf.rope import depends_on_length
-from moend.plan import Arch, Storage
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moend.budget import Storage
 from moend.cache import LayerSpec, Selector, attention_of, cache_argument, compress, prefill
-from moend.plan import Storage
 from moend.scoring import scorer
 
 VERSION = 1  # raised when the numbers change

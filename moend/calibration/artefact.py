@@ -20,8 +20,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 KINDS = ("sensitivity", "queries", "kl", "ripple", "damage", "agreement")
 SCHEMA = 1

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moend.budget import Storage
 from moend.cache import Prefilled, attention_of, prefill
 from moend.cache.compressed import OBSERVATIONS
 from moend.cache.layer_kv import LayerKV, gather
@@ -33,7 +34,6 @@ from moend.calibration.sensitivity import Config, attention_blocks, encode, kept
 from moend.calibration.sweep import Base, Change, Sweep
 from moend.errors import UserError
 from moend.hf.rope import depends_on_length, rotary
-from moend.plan import Storage
 
 VERSION = 1
 TOKENS = 2048  # of windows under way at once

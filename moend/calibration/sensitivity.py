@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from moend.budget import BITS
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled, prefill
 from moend.calibration.artefact import Artefact
 from moend.errors import UserError, unknown
 from moend.hf.attention import accumulated_attention
 from moend.hf.rope import Rotary, rotary
-from moend.plan import BITS
 from moend.scoring import LayerView, Scorer
 
 VERSION = 1

@@ -18,11 +18,12 @@ import yaml
 
 from moend.allocation import CostModel, adaptive, head_tokens, headed, pyramid, ripple, routed, shaped, uniform
 from moend.allocation.shares import Shape
+from moend.budget import BITS, Arch, Budget, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
 from moend.cache import CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
 from moend.errors import Blocked, Infeasible, UserError, unknown
 from moend.hf.rope import Rotary
-from moend.plan import BITS, Arch, Budget, LayerPlan, RoutingPlan, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
+from moend.plan import LayerPlan, RoutingPlan
 from moend.scoring import Scorer, scorer
 
 Protocol = Literal["matched", "paper"]

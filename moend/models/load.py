@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moend import errors
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 if TYPE_CHECKING:
     import torch

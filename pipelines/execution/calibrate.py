@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moend.budget import Budget
 from moend.errors import UserError
-from moend.plan import Budget
 from pipelines.cli import terminal
 from pipelines.cli.hydra import Point, run_hydra
 from pipelines.cli.terminal import say, size

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moend.budget import Arch, Budget
 from moend.errors import Blocked, Infeasible, UserError
-from moend.plan import Arch, Budget
 from pipelines.cli import terminal
 from pipelines.cli.hydra import unknown_key
 from pipelines.planning.identity import canonical, key

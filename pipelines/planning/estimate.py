@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moend.plan import Arch
+from moend.budget import Arch
 from pipelines.cli.terminal import duration
 from pipelines.store.cells import Store, parse_records
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from moend.budget import Budget
 from moend.errors import UserError, unknown
-from moend.plan import Budget
 from pipelines.cli.hydra import Point, leaves, sweep_folder, unknown_key
 
 

@@ -33,11 +33,11 @@ from safetensors.torch import load_file
 # The library: its names stand in these imports and down to "The cases", and nowhere else.
 from moend import engine as engine_module
 from moend.benchmarks.base import Rendered, Sample
+from moend.budget import Budget
 from moend.calibration.artefact import Artefact
 from moend.engine import Engine, Job
 from moend.methods.bind import bind, from_fields, reference_length
 from moend.models import load as models
-from moend.plan import Budget
 
 
 def engine_version() -> int:

@@ -14,6 +14,7 @@ import torch
 
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered, Sample
+from moend.budget import Budget, layer_bytes
 from moend.cache import LayerKV
 from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
@@ -23,7 +24,6 @@ from moend.engine import Engine, Generation, Job, Outcome, stable_seed
 from moend.errors import UserError
 from moend.methods.bind import BoundMethod, bind, method, method_names
 from moend.models import load as models
-from moend.plan import Budget, layer_bytes
 from moend.scoring import scorer
 from tests.tiny import tiny
 

@@ -10,11 +10,11 @@ import torch
 from moend import engine as engine_module
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered
+from moend.budget import Budget
 from moend.engine import Engine, Job
 from moend.errors import UserError
 from moend.methods.bind import BoundMethod, bind, method
 from moend.models import load as models
-from moend.plan import Budget
 from moend.replay import Passes
 from tests.tiny import tiny
 

@@ -7,11 +7,11 @@ import functools
 import pytest
 import torch
 
+from moend.budget import Arch, Budget
 from moend.cache import LayerCapture, Prefilled
 from moend.errors import Infeasible
 from moend.hf.rope import Rotary
 from moend.methods.bind import BoundMethod, bind, method, method_names
-from moend.plan import Arch, Budget
 from tests.moend.test_methods import calibrations
 
 # Layers as SmolLM2 and recall_moe have them; how many there are does not change a share.
@@ -75,7 +75,7 @@ def everything(name: str, shape: str) -> int:
     arch, tokens = SHAPES[shape]
     b = bound(name, shape, "100%")
     k_bits, v_bits = (int(b.method.precision[x]) for x in ("k_bits", "v_bits"))
-    from moend.plan import layer_bytes
+    from moend.budget import layer_bytes
 
     storage = b.storage(tokens + NEW, k_bits, v_bits).whole
     return arch.layers * int(layer_bytes(tokens, storage, arch.kv_heads, arch.head_dim))

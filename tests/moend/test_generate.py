@@ -10,12 +10,13 @@ import torch
 
 import moend
 from moend.benchmarks import benchmark
+from moend.budget import Arch, Budget
 from moend.calibration.artefact import Artefact
 from moend.engine import Engine, Generation, Job, stable_seed
 from moend.errors import Blocked, UserError
 from moend.methods.bind import bind, method, method_names
 from moend.models import load as models
-from moend.plan import Arch, Budget, LayerPlan, RoutingPlan
+from moend.plan import LayerPlan, RoutingPlan
 from tests.moend.test_methods import calibrations, sensitivity
 
 

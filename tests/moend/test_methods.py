@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moend.allocation import CostModel
 from moend.allocation.uniform import largest
+from moend.budget import Arch, Budget, layer_bytes, peak_layer_bytes
 from moend.cache import LayerCapture, Prefilled
 from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
@@ -19,7 +20,7 @@ from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattic
 from moend.errors import Blocked, Infeasible, UserError
 from moend.hf.rope import Rotary
 from moend.methods.bind import BoundMethod, Method, bind, from_fields, method, method_names, reference_length
-from moend.plan import Arch, Budget, RoutingPlan, layer_bytes, peak_layer_bytes
+from moend.plan import RoutingPlan
 
 ARCH = Arch(layers=6, q_heads=4, kv_heads=2, head_dim=64, max_positions=4096)
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)

@@ -19,10 +19,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import moend
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
 from moend.models import load as models
 from moend.models.load import ModelSpec
-from moend.plan import Arch
 from tests.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from moend.budget import Arch, Budget
 from moend.cache import prefill
 from moend.errors import UserError
 from moend.hf.attention import attention_of
 from moend.hf.routers import Routing
 from moend.methods.bind import bind, method
-from moend.plan import Arch, Budget
 from moend.replay import CARRY, SINKS, Passes, Request, request, routing_flips
 from moend.scoring.moezip import fisher_trace
 from tests.tiny import tiny

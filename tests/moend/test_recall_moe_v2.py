@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moend.benchmarks import benchmark
+from moend.budget import Budget
 from moend.engine import Engine, Job
 from moend.hf.routers import Routing
 from moend.methods.bind import bind, method
 from moend.models import load as models
-from moend.plan import Budget
 
 FOLDER = Path(models.PACKAGE) / "fixtures" / "recall_moe_v2"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moend.plan import Arch
+from moend.budget import Arch
 from perf.scaling import SHAPES, Kept, Machine, Shape, against, prefill_seconds, step_seconds, table2
 
 TOY = Shape("toy", Arch(2, 4, 2, 10, 100), 1000, 1000)

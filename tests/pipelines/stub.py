@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from moend.budget import Budget
 from moend.errors import Infeasible, UserError
-from moend.plan import Budget
 from pipelines.execution.session import CalibrationNeed, Facts
 from pipelines.planning import identity
 from pipelines.planning.schema import RunConfig

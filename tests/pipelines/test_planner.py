@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moend.budget import Arch
 from moend.methods.bind import Method
-from moend.plan import Arch
 from pipelines.cli import terminal
 from pipelines.execution import calibrate
 from pipelines.execution.session import Library

@@ -27,13 +27,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moend.budget import Storage, v_group
 from moend.cache.layer_kv import Chooser, LayerKV, Schedule, gather
 from moend.cache.packed_store import PackedStore
 from moend.cache.packing import Packed, quantise_k, quantise_v
 from moend.hf.rope import back
 from moend.kernels.cpu import compiled
 from moend.kernels.triton import launch as kernel
-from moend.plan import Storage, v_group
 
 SPARE = 32  # free columns of a new tail
 PIECE = 256  # tokens taken in at once: bounds the tail of rows that never pack

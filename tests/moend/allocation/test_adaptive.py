@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.allocation import adaptive
+from moend.budget import Arch, Budget
 from moend.cache import CompressedCache, LayerCapture, Prefilled
 from moend.methods.bind import bind, method
-from moend.plan import Arch, Budget
 
 ARCH = Arch(3, 8, 4, 16, 4096)
 

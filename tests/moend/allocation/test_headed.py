@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.allocation import CostModel, headed
+from moend.budget import Arch, Storage, layer_bytes
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import Config, encode
 from moend.errors import Infeasible, UserError
-from moend.plan import Arch, Storage, layer_bytes
 
 KEEPS = (0.1, 0.4, 1.0)
 PAIRS = ((8, 4), (4, 4))

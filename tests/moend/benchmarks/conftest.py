@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import moend
-from moend.plan import Arch
+from moend.budget import Arch
 
 ROOT = Path(moend.__file__).parent
 LONGBENCH = ROOT.parent.parent / "shared" / "data" / "longbench"

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import asks_to_think
 from moend.benchmarks.competition import INSTRUCTION
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
 from moend.models import load as models
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, byte_tokenizer
 from tests.moend.benchmarks.test_answers import MATH, needs_math
 

@@ -8,8 +8,8 @@ import pytest
 
 from moend.benchmarks import benchmark
 from moend.benchmarks.text import part
+from moend.budget import Arch
 from moend.errors import UserError
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import byte_tokenizer
 
 ARCH = Arch(2, 2, 1, 8, 8192)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from moend.benchmarks import Benchmark, Sample, benchmark, names
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, LONGBENCH, STRIPPING, byte_tokenizer
 
 WIDE = Arch(2, 2, 1, 8, 400_000)  # in one-byte tokens

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from moend.benchmarks import benchmark
+from moend.budget import Arch
 from moend.models import load as models
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, LONGBENCH, STRIPPING, byte_tokenizer, needs_longbench
 
 pytestmark = pytest.mark.req(12)

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from moend.benchmarks import benchmark, require_disjoint
+from moend.budget import Arch
 from moend.errors import UserError
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, byte_tokenizer
 
 ARCH = Arch(2, 2, 1, 8, 8192)

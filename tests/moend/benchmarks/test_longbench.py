@@ -11,8 +11,8 @@ import pytest
 
 from moend.benchmarks import benchmark, longbench
 from moend.benchmarks.longbench import BUCKETS, TABLE, TASKS_E, bucket, prediction_score
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, LONGBENCH, STRIPPING, byte_tokenizer, needs_longbench
 
 CHAT = byte_tokenizer(bos=False, template=CHATML)

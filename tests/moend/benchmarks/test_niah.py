@@ -9,8 +9,8 @@ import pytest
 
 from moend.benchmarks import benchmark, niah
 from moend.benchmarks.text import bundled, part
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, byte_tokenizer
 
 BYTES = byte_tokenizer(bos=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moend.benchmarks import benchmark, recall
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 TRAIN = Path(__file__).parents[2] / "fixtures" / "recall_moe" / "train.py"
 

@@ -16,8 +16,8 @@ from moend.benchmarks import benchmark, ruler
 from moend.benchmarks.niah import NOISE
 from moend.benchmarks.ruler_tasks import ADJECTIVES, INSTRUMENTS, NOUNS, TASKS, TRADES, VERSION
 from moend.benchmarks.text import words
+from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 from tests.moend.benchmarks.conftest import CHATML, byte_tokenizer
 
 PLAIN = byte_tokenizer(bos=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moend
+from moend.budget import Storage, layer_bytes
 from moend.cache import (
     CompressedCache,
     LayerKV,
@@ -27,7 +28,6 @@ from moend.cache import (
 from moend.cache.decode.strands import Strands
 from moend.errors import UserError
 from moend.hf.attention import _fused, accumulated_attention, causal, causal_and_accumulated
-from moend.plan import Storage, layer_bytes
 from moend.scoring import LayerView
 from tests.tiny import ARCHITECTURES, tiny
 

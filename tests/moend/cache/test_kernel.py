@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")  # tests/__init__.py has it interpret
 
+from moend.budget import Storage
 from moend.cache.decode.strands import Strands
 from moend.cache.layer_kv import LayerKV
 from moend.kernels.triton import launch as kernel
-from moend.plan import Storage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

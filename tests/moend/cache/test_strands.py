@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moend.budget import Storage
 from moend.cache.decode.strands import PADDING, Strands, allocation, buckets
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule
-from moend.plan import Storage
 
 HEADS, GROUP, DIM, SEEN = 2, 3, 16, 200
 

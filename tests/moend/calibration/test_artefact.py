@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moend.budget import Arch
 from moend.calibration.artefact import (
     DATA,
     META,
@@ -20,7 +21,6 @@ from moend.calibration.artefact import (
     token_fingerprint,
 )
 from moend.errors import Blocked, UserError
-from moend.plan import Arch
 
 ARCH = Arch(layers=2, q_heads=4, kv_heads=2, head_dim=16, max_positions=4096)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from moend.budget import Storage
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import damage_table, repeated
@@ -18,7 +19,6 @@ from moend.calibration.sensitivity import Config, decode
 from moend.calibration.sweep import Base
 from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
-from moend.plan import Storage
 from moend.scoring import scorer
 from tests.tiny import tiny
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moend.budget import Arch, Budget, layer_bytes
 from moend.cache import prefill
 from moend.methods.bind import bind, method
-from moend.plan import Arch, Budget, layer_bytes
 from moend.scoring import scorer
 from tests.moend.scoring.decoding import Pass, check
 from tests.moend.scoring.views import view

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from moend.budget import Arch, Budget
 from moend.methods.bind import bind, method
-from moend.plan import Arch, Budget
 from moend.scoring import LayerView, rkv, scorer
 from tests.moend.scoring.decoding import Pass, check
 from tests.moend.scoring.views import row, view

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moend.budget import Arch, Budget
 from moend.methods.bind import bind, method
-from moend.plan import Arch, Budget
 from moend.scoring import LayerView, scorer
 from tests.moend.scoring.decoding import Pass, check
 from tests.moend.scoring.views import row, view

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moend.budget import Arch, Budget
 from moend.cache import prefill
 from moend.errors import UserError
 from moend.hf.rope import Rotary, rotary, unrotate
 from moend.methods.bind import bind, method
-from moend.plan import Arch, Budget
 from tests.moend.scoring.decoding import Pass, check, step
 from tests.tiny import tiny
 

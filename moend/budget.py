@@ -1,0 +1,171 @@
+"""What a cache costs: budgets as people type them, and bytes to the last one.
+
+Two byte models. `eq1_bytes` is MoE-nD eq. (1): tokens x KV heads x head dim x (k_bits + v_bits) / 8, codes only.
+`layer_bytes` is what `moend.cache` really holds: packed codes, 16-bit scales and zero points, the residual window at 16
+bit, int32 positions. A test holds predicted bytes against held ones, to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from moend.errors import UserError
+
+BITS = (16, 8, 4, 2)
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Arch:
+    """The shape of a model's cache. `max_positions` is the longest context the model was made for."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+
+    def full_bytes(self, tokens: int) -> int:
+        """Bytes of `tokens` entries in every layer at 16 bit, without positions (none are stored where all is kept)."""
+        return self.layers * self.kv_heads * tokens * self.head_dim * 4
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one layer's entries are held.
+
+    k_bits, v_bits: 16, 8, 4 or 2. K is quantised per channel in groups of `group` tokens, V per token in groups of
+    `v_group(head_dim)` channels. The newest `window` tokens stay at 16 bit when a layer is compressed; while decoding
+    the 16-bit tail grows to window + group - 1 before its oldest `group` tokens are packed. A 16-bit side has no
+    window: all of it is held as it is.
+    positions: "none" where nothing was evicted, "shared" one int32 per token, "per_head" one per token and KV head.
+    accumulated attention: also one float32 per token and KV head, the attention it received, for scorers that go on
+    summing it.
+    queries: also so many 16-bit query vectors per KV head, the last ones of its group, for scorers that go by them
+    while decoding. channels: most channels that share one V scale.
+    """
+
+    k_bits: int = 16
+    v_bits: int = 16
+    group: int = 64
+    window: int = 64
+    positions: Literal["none", "shared", "per_head"] = "none"
+    accumulated: bool = False
+    queries: int = 0
+    channels: int = 64
+
+    def __post_init__(self) -> None:
+        if self.k_bits not in BITS or self.v_bits not in BITS:
+            raise UserError(f"bits must be one of {BITS}, got k_bits={self.k_bits}, v_bits={self.v_bits}")
+        if self.group < 1 or self.window < 0:
+            raise UserError(f"group must be >= 1 and window >= 0, got {self.group} and {self.window}")
+        if self.channels < 1 or self.queries < 0:
+            raise UserError(f"channels must be >= 1 and queries >= 0, got {self.channels} and {self.queries}")
+
+    @property
+    def quantised(self) -> bool:
+        """True where K or V has fewer than 16 bits."""
+        return self.k_bits < 16 or self.v_bits < 16
+
+    @property
+    def whole(self) -> Storage:
+        """How a layer that never evicts is held: nothing is kept for choosing."""
+        return replace(self, positions="none", accumulated=False, queries=0)
+
+
+def v_group(head_dim: int, channels: int = 64) -> int:
+    """Channels that share one V scale: `channels`, or the largest divisor of head_dim below."""
+    return next(g for g in range(min(channels, head_dim), 0, -1) if head_dim % g == 0)
+
+
+def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, tail: int | Ints | None = None) -> Ints:
+    """Bytes one layer holds for n entries per KV head, of which the newest `tail` are at 16 bit.
+
+    tail defaults to min(n, window), its length just after compression. All arguments in n and tail broadcast.
+    """
+    n = np.asarray(n, dtype=np.int64)
+    if not storage.quantised:
+        t = n
+    else:
+        t = np.minimum(n, storage.window) if tail is None else np.asarray(tail, dtype=np.int64)
+    m = n - t
+    if storage.k_bits < 16:
+        k = m * head_dim * storage.k_bits // 8 + -(-m // storage.group) * head_dim * 4 + t * head_dim * 2
+    else:
+        k = n * head_dim * 2
+    if storage.v_bits < 16:
+        scales = head_dim // v_group(head_dim, storage.channels)
+        v = m * head_dim * storage.v_bits // 8 + m * scales * 4 + t * head_dim * 2
+    else:
+        v = n * head_dim * 2
+    beside = {"none": 0, "shared": 4, "per_head": 4 * kv_heads}[storage.positions] + 4 * kv_heads * storage.accumulated
+    return np.asarray(kv_heads * (k + v + storage.queries * head_dim * 2) + beside * n, dtype=np.int64)
+
+
+def peak_layer_bytes(cap: int, reserve: int, storage: Storage, kv_heads: int, head_dim: int) -> int:
+    """The most bytes a layer holds while it grows from cap - reserve entries (just compressed) to cap."""
+    n = cap - reserve + np.arange(reserve + 1)
+    tail0 = min(cap - reserve, storage.window)
+    grown = tail0 + np.arange(reserve + 1)
+    excess = np.maximum(grown - storage.window, 0) // storage.group * storage.group
+    return int(layer_bytes(n, storage, kv_heads, head_dim, tail=grown - excess).max())
+
+
+def eq1_bytes(n: int | float, kv_heads: int, head_dim: int, k_bits: int, v_bits: int) -> int:
+    """MoE-nD eq. (1) for one layer: n entries, codes only."""
+    return round(n * kv_heads * head_dim * (k_bits + v_bits) / 8)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A KV budget as typed: tokens per layer at 16 bit, a share of the sample's own full bytes, or bytes in all."""
+
+    kind: Literal["tokens", "ratio", "bytes"]
+    value: float
+
+    _UNITS: ClassVar[dict[str, int]] = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+    @classmethod
+    def parse(cls, text: object) -> Budget:
+        """Read `512`, `1e9`, `0.1`, `10%` or `64MiB`; anything else is a UserError."""
+        allowed = "use tokens per layer (512), a share (10% or 0.1) or bytes (64MiB)"
+        raw = str(text).strip()
+        number = r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
+        if isinstance(text, bool) or not (match := re.fullmatch(rf"({number})\s*(%|KiB|MiB|GiB|t|r|B)?", raw)):
+            raise UserError(f"budget '{raw}' is not understood: {allowed}")
+        value, unit = float(match[1]), match[5]
+        if not math.isfinite(value) or value <= 0:
+            raise UserError(f"budget '{raw}' must be positive: {allowed}")
+        if unit in cls._UNITS or unit == "B":
+            size = value * cls._UNITS.get(unit, 1)
+            if size < 1:
+                raise UserError(f"budget '{raw}' is less than a byte: {allowed}")
+            return cls("bytes", float(math.floor(size)))
+        if unit == "%" or unit == "r" or (unit is None and value < 1):
+            share = value / 100 if unit == "%" else value
+            if share > 1:
+                raise UserError(f"budget '{raw}' is more than all of the cache: a share is at most 100%")
+            return cls("ratio", share)
+        if value != int(value):
+            raise UserError(f"budget '{raw}' is not a whole number of tokens: {allowed}")
+        return cls("tokens", value)
+
+    def __str__(self) -> str:
+        """The canonical form that enters a cell's key: 512t, 0.1r or 67108864B."""
+        if self.kind == "ratio":
+            return f"{self.value:.12g}r"
+        return f"{int(self.value)}{'t' if self.kind == 'tokens' else 'B'}"
+
+    def to_bytes(self, arch: Arch, tokens: int) -> int:
+        """Bytes for the whole cache of a sample of `tokens` prompt tokens."""
+        if self.kind == "bytes":
+            return int(self.value)
+        if self.kind == "tokens":
+            return arch.full_bytes(int(self.value))
+        return int(self.value * arch.full_bytes(tokens) + 1e-6)
