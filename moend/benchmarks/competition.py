@@ -9,9 +9,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from moend.benchmarks import rows
 from moend.benchmarks.answers.extract import grade, integer
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
 from moend.benchmarks.hub import HubFile
+from moend.benchmarks.rows import Check, Row
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
 
@@ -141,35 +143,28 @@ class Competition(Benchmark):
         samples: list[Sample] = []
         for task in self.task_names:
             wanted = self.limit or self.rows or SETS[task].rows
-            found: dict[str, Sample] = {}
-            for row, where in self._rows(task):
-                if len(found) == wanted:
-                    break
-                sample = _sample(task, row, where)
-                if sample.id in found:
-                    raise UserError(f"{where} repeats id {sample.id}")
-                found[sample.id] = sample
+            found = [_sample(task, row) for row in self._rows(task)]
             if not found:
                 raise UserError(f"{task} has no rows")
+            rows.require_count(len(found), SETS[task].rows, f"{task}: the file")
             if len(found) < wanted:
                 log.warning("%s: %s has %d of %d rows; all of them are used", self.name, task, len(found), wanted)
-            samples += found.values()
+            samples += found[:wanted]
         return samples
 
-    def _rows(self, task: str) -> Iterator[tuple[dict[str, Any], str]]:
+    def _rows(self, task: str) -> Iterator[Row]:
         one = SETS[task]
         path = self.hub_file.get() if self.hub_file else self._file(task)
+        own = one.id if self.hub_file else "id"
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-            read = [(row, f"{path.name}, row {i}") for i, row in enumerate(rows, 1)]
+            lines = [json.dumps(row).encode() for row in pyarrow.parquet.read_table(path).to_pylist()]
+            read = rows.read(lines, row(task, own), unique=(own,), place=str(path))
         else:
-            read = list(_lines(path))
-        for row, where in read:
-            if self.hub_file and one.id in row:
-                row = {**row, "id": f"{one.id_prefix}{row[one.id]}"}
-            yield row, where
+            read = rows.read(path, row(task, own), unique=(own,))
+        for _, found in read:
+            yield {**found, "id": f"{one.id_prefix if self.hub_file else ''}{found[own]}"}
 
     # Prompts and scores
 
@@ -202,37 +197,25 @@ class Competition(Benchmark):
         return {"score": float(right), "answer": answer}
 
 
-def require_gold(task: str, answer: str, where: str) -> None:
-    """UserError, beginning with `where`, for a gold answer that no text could ever equal."""
-    if SETS[task].kind == "integer" and integer(answer) is None:
-        raise UserError(f"{where}: the answer {answer!r} is not a whole number from 0 to 999")
-    if not answer.strip():
-        raise UserError(f"{where}: the answer is empty")
+def gold(task: str) -> Check:
+    """The schema of an answer: one that a text could equal."""
+
+    def check(value: Any, field: str) -> None:
+        rows.named(value, field)
+        if SETS[task].kind == "integer" and integer(str(value)) is None:
+            raise rows.wrong(field, value, "a whole number from 0 to 999")
+
+    return check
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    with path.open(encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path.name}:{number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as e:
-                raise UserError(f"{where} is not JSON: {e}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{where} is not a JSON object")
-            yield row, where
+def row(task: str, id: str = "id") -> Check:
+    """The schema of a problem. id: the field that names it."""
+    return rows.fields(**{id: rows.named}, problem=rows.filled, answer=gold(task))
 
 
-def _sample(task: str, row: dict[str, Any], where: str) -> Sample:
-    for field in ("id", "problem", "answer"):
-        if not str(row.get(field) if row.get(field) is not None else "").strip():
-            raise UserError(f"{where} has no {field}")
-    answer = str(row["answer"]).strip()
-    require_gold(task, answer, where)
+def _sample(task: str, row: Row) -> Sample:
     meta: dict[str, Any] = {k: row[k] for k in ("subject", "level") if k in row}
-    return Sample(task, str(row["id"]), str(row["problem"]).strip(), INSTRUCTION, "", (answer,), meta)
+    return Sample(task, row["id"], row["problem"].strip(), INSTRUCTION, "", (str(row["answer"]).strip(),), meta)
 
 
 BENCHMARK = Competition

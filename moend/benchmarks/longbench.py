@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import zipfile
@@ -11,10 +12,12 @@ from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
+from moend.benchmarks import rows
 from moend.benchmarks.answers.extract import first_line
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
 from moend.benchmarks.hub import HubFile
 from moend.benchmarks.metrics import METRICS, PARAGRAPH, PARAGRAPH_ZH
+from moend.benchmarks.rows import Check, Row
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
 
@@ -22,7 +25,6 @@ TABLE: dict[str, dict[str, Any]] = json.loads(
     resources.files("moend.benchmarks").joinpath("data/longbench.json").read_text(encoding="utf-8")
 )
 HUB = "THUDM/LongBench"
-FIELDS = ("input", "context", "answers", "all_classes", "_id")
 BUCKETS = ("0-4k", "4-8k", "8k+")
 TASKS_E = tuple(task for task, row in TABLE.items() if "rows_e" in row)
 
@@ -43,18 +45,33 @@ def prediction_score(task: str, prediction: str, answers: Iterable[str], classes
     return max((metric(prediction, answer, classes) for answer in answers), default=0.0)
 
 
-def require_scorable(task: str, answers: Sequence[str], classes: object, where: str) -> None:
-    """UserError, beginning with `where`, for gold that the task's metric cannot use."""
+def answers(task: str) -> Check:
+    """The schema of a row's gold: a list of texts that the task's metric can use."""
     metric = TABLE[task]["metric"]
-    if not answers:
-        raise UserError(f"{where} has no answers")
     pattern = {"retrieval": PARAGRAPH, "retrieval_zh": PARAGRAPH_ZH}.get(metric)
-    if pattern and not all(pattern.search(a) for a in answers):
-        raise UserError(f"{where}: answers must read '{'Paragraph N' if pattern is PARAGRAPH else '段落N'}'")
-    if metric == "classification" and not (
-        isinstance(classes, list) and classes and all(isinstance(c, str) for c in classes)
-    ):
-        raise UserError(f"{where}: all_classes must list the classes")
+    if pattern is None:
+        return rows.listed(rows.named)
+    return rows.listed(rows.matching(pattern, "'Paragraph N'" if pattern is PARAGRAPH else "'段落N'"))
+
+
+def classes(task: str) -> Check:
+    """The schema of all_classes: a list for classification, null elsewhere."""
+    check = rows.listed(rows.filled)
+    return check if TABLE[task]["metric"] == "classification" else rows.optional(check)
+
+
+def row(task: str) -> Check:
+    """The schema of an official row."""
+    return rows.fields(
+        input=rows.text,
+        context=rows.filled,
+        answers=answers(task),
+        all_classes=classes(task),
+        _id=rows.named,
+        length=rows.optional(rows.number),
+        dataset=rows.optional(rows.text),
+        language=rows.optional(rows.text),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +144,7 @@ class LongBench(Benchmark):
             return self.hub_file.unavailable()
         try:
             for task in self.task_names:
-                if next(iter(self._lines(task)), None) is None:
+                if next(iter(self._rows(task)), None) is None:
                     raise Blocked(f"benchmark.data_dir={self.data_dir} has no rows of {task}")
         except Blocked as e:
             return str(e)
@@ -159,53 +176,36 @@ class LongBench(Benchmark):
             raise Blocked(reason)
         samples: list[Sample] = []
         for task in self.task_names:
-            wanted = self.limit or self.rows
-            found = list(self._rows(task, wanted))
-            if wanted and len(found) < wanted:
-                log.warning("%s: %s has %d of %d rows; all of them are used", self.name, task, len(found), wanted)
+            wanted, official = self.limit or self.rows, int(TABLE[task]["rows_e" if self.e else "rows"])
+            found = [_sample(task, row) for _, row in self._rows(task)]
             if not found:
                 raise UserError(f"{task}.jsonl has no rows")
-            samples += found
+            rows.require_count(len(found), official, f"{task}{'_e' if self.e else ''}.jsonl")
+            if wanted and len(found) < wanted:
+                log.warning("%s: %s has %d of %d rows; all of them are used", self.name, task, len(found), wanted)
+            samples += found[:wanted]
         return samples
 
-    def _rows(self, task: str, wanted: int | None) -> Iterator[Sample]:
-        seen: set[str] = set()
-        for where, line in self._lines(task):
-            if wanted and len(seen) == wanted:
-                return
-            sample = _parse(task, line, where)
-            if sample.id in seen:
-                raise UserError(f"{where} repeats _id {sample.id}")
-            seen.add(sample.id)
-            yield sample
-
-    def _lines(self, task: str) -> Iterator[tuple[str, str]]:
-        """(file:number, line) of every row of a task; Blocked where there is no such file."""
+    def _rows(self, task: str) -> Iterator[tuple[str, Row]]:
+        """(file:number, row) of every row of a task; Blocked where there is no such file."""
         name = f"{task}_e.jsonl" if self.e else f"{task}.jsonl"
         if self.hub_file:
-            return self._zipped(self.hub_file.get(), name)
+            return _zipped(self.hub_file.get(), name, task)
         source = Path(str(self.data_dir)).expanduser()
         if source.is_dir():
             if not (source / name).is_file():
-                raise Blocked(f"benchmark.data_dir={self.data_dir} has no {name}")
-            return _numbered(source / name)
+                near = difflib.get_close_matches(name, [p.name for p in source.glob("*.jsonl")], n=1, cutoff=0.8)
+                hint = f" (is it '{near[0]}'?)" if near and near[0].removesuffix(".jsonl") not in TABLE else ""
+                raise Blocked(f"benchmark.data_dir={self.data_dir} has no {name}{hint}")
+            return rows.read(source / name, row(task), unique=("_id",))
         if not source.is_file():
             raise Blocked(f"benchmark.data_dir={self.data_dir} is not here")
         if zipfile.is_zipfile(source):
-            return self._zipped(source, name)
+            return _zipped(source, name, task)
         if source.stem.removesuffix("_e") in TABLE:
-            return _numbered(source) if source.name == name else iter(())
-        return ((where, line) for where, line in _numbered(source) if _dataset(line, where) == task)
-
-    def _zipped(self, archive: Path, name: str) -> Iterator[tuple[str, str]]:
-        with zipfile.ZipFile(archive) as z:
-            found = [n for n in z.namelist() if PurePosixPath(n).name == name]
-            if not found:
-                raise Blocked(f"{archive} has no {name}")
-            if len(found) > 1:
-                raise UserError(f"{archive} has several files {name}: {', '.join(found)}")
-            with z.open(found[0]) as raw:
-                yield from _rows_of(raw, name)
+            return rows.read(source, row(task), unique=("_id",)) if source.name == name else iter(())
+        read = rows.read(source, _of_its_task, unique=("dataset", "_id"))
+        return ((where, x) for where, x in read if _task(x) == task)
 
     # Prompts and scores
 
@@ -217,8 +217,6 @@ class LongBench(Benchmark):
         row = TABLE[sample.task]
         head, tail = row["prompt"].split("{context}")
         new = self.output_tokens(sample.task, max_new_tokens)
-        if not sample.context.strip():
-            raise UserError(f"{sample.task} {sample.id}: the context is empty")
         return render_prompt(
             sample,
             Prompt(head, sample.context, tail.replace("{input}", sample.question)),
@@ -242,43 +240,32 @@ class LongBench(Benchmark):
         return {"score": best, "answer": answer if answer.strip() else None}
 
 
-def _numbered(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open("rb") as file:
-        yield from _rows_of(file, path.name)
+def _zipped(archive: Path, name: str, task: str) -> Iterator[tuple[str, Row]]:
+    with zipfile.ZipFile(archive) as z:
+        found = [n for n in z.namelist() if PurePosixPath(n).name == name]
+        if not found:
+            raise Blocked(f"{archive} has no {name}")
+        if len(found) > 1:
+            raise UserError(f"{archive} has several files {name}: {', '.join(found)}")
+        with z.open(found[0]) as raw:
+            yield from rows.read(raw, row(task), unique=("_id",), place=f"{archive}/{found[0]}")
 
 
-def _rows_of(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank; they end at b"\\n" alone, where text would also break at what JSON leaves bare."""
-    for number, line in enumerate(raw, 1):
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise UserError(f"{name}:{number} is not UTF-8: {e}") from None
-        if text.strip():
-            yield f"{name}:{number}", text
+def _task(row: Row) -> str:
+    """The task that a row of a file of several tasks names."""
+    return str(row["dataset"]).removesuffix("_e")
 
 
-def _dataset(line: str, where: str) -> str:
-    """The task that a row names."""
-    try:
-        return str(json.loads(line)["dataset"]).removesuffix("_e")
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{where} names no dataset: a file of several tasks needs that field") from None
+def _of_its_task(value: Any, field: str) -> None:
+    """The schema of a row of a file of several tasks."""
+    rows.fields(dataset=rows.one_of([*TABLE, *(f"{t}_e" for t in TASKS_E)]))(value, field)
+    row(_task(value))(value, field)
 
 
-def _parse(task: str, line: str, where: str) -> Sample:
-    try:
-        row = json.loads(line)
-        missing = [f for f in FIELDS if f not in row]
-        if missing:
-            raise UserError(f"{where} has no field '{missing[0]}'")
-        gold = tuple(str(a) for a in row["answers"])
-        meta = {k: row.get(k) for k in ("length", "dataset", "language", "all_classes")}
-        sample = Sample(task, str(row["_id"]), str(row["context"]), str(row["input"]), "", gold, meta)
-    except (ValueError, TypeError) as e:
-        raise UserError(f"{where} is not a LongBench row: {e}") from None
-    require_scorable(task, gold, row["all_classes"], where)
-    return sample
+def _sample(task: str, row: Row) -> Sample:
+    meta = {k: row.get(k) for k in ("length", "dataset", "language", "all_classes")}
+    gold = tuple(str(a) for a in row["answers"])
+    return Sample(task, str(row["_id"]), row["context"], row["input"], "", gold, meta)
 
 
 BENCHMARK = LongBench

@@ -12,12 +12,12 @@ A context of entries scattered among filler words, then one question:
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from moend.benchmarks import rows
 from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
@@ -173,25 +173,32 @@ class Recall(Benchmark):
     def _read(self, folder: Path) -> list[Sample]:
         if reason := self.available():
             raise Blocked(reason)
-        rows: dict[str, list[Sample]] = {task: [] for task in self.task_names}
+        found: dict[str, list[Sample]] = {task: [] for task in self.task_names}
+        schema = rows.fields(
+            task=rows.one_of(self.all_tasks),
+            length=rows.whole,
+            context=rows.filled,
+            question=rows.filled,
+            answer=rows.filled,
+        )
+        seen: dict[str, str] = {}  # a row may not be there twice in two files either
         for path in sorted(folder.glob("*.jsonl")):
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                try:
-                    row = json.loads(line)
-                    task, length = row["task"], row["length"]
-                    texts = [str(row[k]) for k in ("context", "question", "answer")]
-                except (ValueError, KeyError, TypeError) as e:
-                    raise UserError(f"{path.name}:{number} is not a recall row: {e!r}") from None
-                if task in rows and length == self.length:
-                    key = hashlib.sha256(" ".join(texts).encode()).hexdigest()[:12]
-                    rows[task].append(Sample(task, f"recall-{task}-{key}", texts[0], texts[1], "", (texts[2],)))
-        if not any(rows.values()):
+            for where, row in rows.read(path, schema, unique=("task", "context", "question")):
+                task = row["task"]
+                if task not in found or row["length"] != self.length:
+                    continue
+                texts = [row[k] for k in ("context", "question", "answer")]
+                id = f"recall-{task}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:12]}"
+                if (before := seen.setdefault(id, where)) != where:
+                    raise UserError(f"{where} repeats the row of {before}: each row must be there once")
+                found[task].append(Sample(task, id, texts[0], texts[1], "", (texts[2],)))
+        if not any(found.values()):
             raise Blocked(f"{folder} has no .jsonl rows of length {self.length} for {', '.join(self.task_names)}")
         wanted = self.limit or self.rows
-        for task, found in rows.items():
-            if wanted and len(found) < wanted:
-                log.warning("%s: %s has %d of %d rows in %s", self.name, task, len(found), wanted, folder)
-        return [s for found in rows.values() for s in found[:wanted]]
+        for task, samples in found.items():
+            if wanted and len(samples) < wanted:
+                log.warning("%s: %s has %d of %d rows in %s", self.name, task, len(samples), wanted, folder)
+        return [s for samples in found.values() for s in samples[:wanted]]
 
     def render(
         self, sample: Sample, tokenizer: Any, arch: Arch, *, chat: bool, max_new_tokens: int | None = None

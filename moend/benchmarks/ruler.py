@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from moend.benchmarks import text
+from moend.benchmarks import rows, text
 from moend.benchmarks.base import (
     Benchmark,
     Prompt,
@@ -323,45 +323,54 @@ class Kept:
 # Data sets
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path} is not JSON: {e}") from None
+_SQUAD = rows.fields(
+    data=rows.listed(
+        rows.fields(
+            paragraphs=rows.listed(
+                rows.fields(
+                    context=rows.filled,
+                    qas=rows.listed(
+                        rows.fields(question=rows.filled, answers=rows.listed(rows.fields(text=rows.filled), least=0)),
+                        least=0,
+                    ),
+                )
+            )
+        )
+    )
+)
+_HOTPOTQA = rows.listed(
+    rows.fields(
+        question=rows.filled, answer=rows.filled, context=rows.listed(rows.pair(rows.text, rows.listed(rows.text)))
+    )
+)
 
 
 def _squad(path: Path) -> tuple[tuple[str, ...], list[Question]]:
     """SQuAD 2.0: paragraphs as documents; questions with an answer; the same article's paragraphs are near."""
-    try:
-        articles = [list(article["paragraphs"]) for article in _json(path)["data"]]
-        index = {d: i for i, d in enumerate(sorted({str(p["context"]) for a in articles for p in a}))}
-        questions = []
-        for article in articles:
-            near = list(dict.fromkeys(index[p["context"]] for p in article))
-            for p in article:
-                mine = index[p["context"]]
-                for q in p["qas"]:
-                    answers = tuple(dict.fromkeys(str(a["text"]) for a in q["answers"]))
-                    if not q.get("is_impossible") and answers:
-                        others = tuple(i for i in near if i != mine)
-                        questions.append(Question(str(q["question"]), answers, (mine,), others))
-    except (KeyError, TypeError) as e:
-        raise UserError(f"{path} is not in SQuAD 2.0's format: {e!r}") from None
+    articles = [article["paragraphs"] for article in rows.document(path, _SQUAD)["data"]]
+    index = {d: i for i, d in enumerate(sorted({p["context"] for a in articles for p in a}))}
+    questions = []
+    for article in articles:
+        near = list(dict.fromkeys(index[p["context"]] for p in article))
+        for p in article:
+            mine = index[p["context"]]
+            for q in p["qas"]:
+                answers = tuple(dict.fromkeys(a["text"] for a in q["answers"]))
+                if not q.get("is_impossible") and answers:
+                    others = tuple(i for i in near if i != mine)
+                    questions.append(Question(q["question"], answers, (mine,), others))
     return tuple(index), questions
 
 
 def _hotpotqa(path: Path) -> tuple[tuple[str, ...], list[Question]]:
     """HotpotQA: titled paragraphs as documents; a question needs all ten of its own."""
-    try:
-        rows = _json(path)
-        texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in rows]
-        index = {d: i for i, d in enumerate(sorted({d for own in texts for d in own}))}
-        questions = [
-            Question(str(row["question"]), (str(row["answer"]),), tuple(dict.fromkeys(index[d] for d in own)))
-            for row, own in zip(rows, texts, strict=True)
-        ]
-    except (KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{path} is not in HotpotQA's format: {e!r}") from None
+    found = rows.document(path, _HOTPOTQA)
+    texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in found]
+    index = {d: i for i, d in enumerate(sorted({d for own in texts for d in own}))}
+    questions = [
+        Question(row["question"], (row["answer"],), tuple(dict.fromkeys(index[d] for d in own)))
+        for row, own in zip(found, texts, strict=True)
+    ]
     return tuple(index), questions
 
 

@@ -8,7 +8,8 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from moend.errors import Blocked, UserError
+from moend.benchmarks.rows import decode
+from moend.errors import Blocked
 
 # The first part is for calibration, the rest for evaluation: no window of one reaches into the other.
 CALIBRATION_SHARE = 0.2
@@ -32,10 +33,7 @@ def part(split: str, file: str | None = None) -> str:
         path = Path(file).expanduser()
         if not path.is_file():
             raise Blocked(f"the text {path} is not here")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path} is not UTF-8 text: {e}") from None
+        text = decode(path.read_bytes(), str(path)).replace("\r\n", "\n")
     cut = text.find("\n", int(len(text) * CALIBRATION_SHARE)) + 1
     return (text[:cut] if split == "calibration" else text[cut:]).strip("\n")
 

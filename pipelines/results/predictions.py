@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,27 +164,29 @@ def score_longbench(bench: LongBench, source: Path, e: bool) -> Scored:
 
 
 def _task(path: Path, task: str, e: bool) -> Scores:
-    from moend.benchmarks.longbench import BUCKETS, TABLE, bucket, prediction_score, require_scorable
+    from moend.benchmarks import longbench, rows
+    from moend.benchmarks.longbench import BUCKETS, TABLE
 
-    rows = read_rows(path, {"pred": str, "answers": list})
-    classes = rows[-1][1].get("all_classes")  # as there: those of the file's last line, for all lines
-    found = Scores(task, TABLE[task]["metric"], [], [], TABLE[task].get("rows_e") if e else TABLE[task]["rows"])
+    length: dict[str, Any] = {"length": rows.number} if e else {}
+    schema = rows.fields(pred=rows.text, answers=longbench.answers(task), **length)
+    found = list(rows.read(path, schema, unique=("_id",)))
+    if not found:
+        raise UserError(f"{path} is empty")
+    official = int(TABLE[task]["rows_e" if e and "rows_e" in TABLE[task] else "rows"])
+    rows.require_count(len(found), official, str(path))
+    where, last = found[-1]  # as there: the classes of the file's last line, for all lines
+    rows.check(last, rows.fields(all_classes=longbench.classes(task)), where)
+    classes = last.get("all_classes")
+    out = Scores(task, TABLE[task]["metric"], [], [], official)
     if e:
-        found.buckets = {b: [] for b in BUCKETS}
-    for where, row in rows:
-        if not all(isinstance(a, str | int) for a in row["answers"]):
-            raise UserError(f"{where}: answers must be a list of texts")
-        answers = [str(a) for a in row["answers"]]
-        require_scorable(task, answers, classes, where)
-        value = prediction_score(task, row["pred"], answers, classes or ())
-        found.values.append(value)
-        found.ids.append(where)
+        out.buckets = {b: [] for b in BUCKETS}
+    for where, row in found:
+        value = longbench.prediction_score(task, row["pred"], [str(a) for a in row["answers"]], classes or ())
+        out.values.append(value)
+        out.ids.append(where)
         if e:
-            length = row.get("length")
-            if not isinstance(length, int | float) or isinstance(length, bool) or not math.isfinite(length):
-                raise UserError(f"{where}: LongBench-E needs a number in 'length', got {length!r}")
-            found.buckets[bucket(length)].append(value)
-    return found
+            out.buckets[longbench.bucket(row["length"])].append(value)
+    return out
 
 
 # Math
@@ -194,8 +195,8 @@ def _task(path: Path, task: str, e: bool) -> Scores:
 def score_math(bench: Benchmark, source: Path) -> Scored:
     """A file of answers, or the one in a folder that is named after the benchmark (or is alone there and not named
     after another one)."""
-    from moend.benchmarks import Sample
-    from moend.benchmarks.competition import require_gold
+    from moend.benchmarks import Sample, rows
+    from moend.benchmarks.competition import SETS, gold
     from moend.benchmarks.longbench import TABLE
 
     path = source
@@ -206,45 +207,20 @@ def score_math(bench: Benchmark, source: Path) -> Scored:
         raise UserError(f"predictions={source} holds no {bench.name}.jsonl")
     task = bench.task_names[0]
     found = Scores(task, bench.metric(task), [], [], answered=0)
-    for where, row in read_rows(path, {"answer": (str, int), "text": str}):
-        require_gold(task, str(row["answer"]), where)
+    schema = rows.fields(answer=gold(task), text=rows.text, id=rows.optional(rows.named))
+    for where, row in rows.read(path, schema, unique=("id", "draw")):
         cut_off: dict[str, Any] = {"finished": False} if row.get("finish_reason") == "length" else {}
         scored = bench.score(Sample(task, where, "", "", "", (str(row["answer"]),)), row["text"], **cut_off)
         found.values.append(scored["score"])
         found.ids.append(str(row.get("id", where)))
         found.answered = (found.answered or 0) + (scored["answer"] is not None)
+    if not found.values:
+        raise UserError(f"{path} is empty")
+    rows.require_count(found.n, SETS[task].rows, f"{path}: it")
     return Scored(bench.name, [found], [], [], bench.scorer_version)
 
 
 # Files
-
-
-_KINDS: dict[type, str] = {str: "a text", int: "a whole number", list: "a list"}
-
-
-def read_rows(path: Path, fields: dict[str, type | tuple[type, ...]]) -> list[tuple[str, dict[str, Any]]]:
-    """(file:line, object) of a JSONL file's lines, blank ones left out; UserError for a line that lacks a field."""
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # no other character ends a line
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as e:
-            raise UserError(f"{where} is not a line of JSON: {' '.join(str(e).split())}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{where} is a {type(row).__name__}, not a JSON object")
-        for name, kind in fields.items():
-            if name not in row:
-                raise UserError(f"{where} has no field '{name}': it has {', '.join(map(repr, row)) or 'none':.200}")
-            if not isinstance(row[name], kind) or isinstance(row[name], bool):
-                allowed = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
-                raise UserError(f"{where}: '{name}' cannot be {row[name]!r:.80}: it must be {allowed}")
-        rows.append((where, row))
-    if not rows:
-        raise UserError(f"{path} is empty")
-    return rows
 
 
 def _published(folder: Path) -> dict[str, Any] | None:

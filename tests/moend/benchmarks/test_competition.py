@@ -112,12 +112,15 @@ def test_fewer_rows_than_asked_for_is_a_warning(folder: Path, caplog: pytest.Log
 
 
 BAD_ROWS = {
-    "aime24.jsonl:1 has no answer": [{"id": "a", "problem": "p"}],
-    "aime24.jsonl:1 has no id": [{"id": None, "problem": "p", "answer": 3}],
-    "aime24.jsonl:1 has no problem": [{"id": "a", "problem": " ", "answer": "3"}],
-    "aime24.jsonl:2 repeats id 1": [{"id": 1, "problem": "p", "answer": 3}, {"id": "1", "problem": "q", "answer": 3}],
-    "the answer '1000' is not a whole number from 0 to 999": [{"id": 1, "problem": "p", "answer": 1000}],
-    "aime24.jsonl:1 is not a JSON object": [[1]],
+    "aime24.jsonl:1 has no field 'answer'": [{"id": "a", "problem": "p"}],
+    "aime24.jsonl:1: 'id' cannot be null": [{"id": None, "problem": "p", "answer": 3}],
+    "aime24.jsonl:1: 'problem' cannot be \" \": it must": [{"id": "a", "problem": " ", "answer": "3"}],
+    "aime24.jsonl:2 repeats 'id' '1' of line 1": [
+        {"id": 1, "problem": "p", "answer": 3},
+        {"id": "1", "problem": "q", "answer": 3},
+    ],
+    "'answer' cannot be 1000: it must be a whole number from 0 to 999": [{"id": 1, "problem": "p", "answer": 1000}],
+    "aime24.jsonl:1 is [1], not a JSON object": [[1]],
     "aime24 has no rows": [],
 }
 

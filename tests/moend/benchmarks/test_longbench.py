@@ -222,12 +222,12 @@ def test_prediction_score(task, prediction, answers, classes, want):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("{", "trec.jsonl:2 is not a LongBench row"),
-        ("[]", "trec.jsonl:2 has no field"),
+        ("{", "trec.jsonl:2 is not JSON"),
+        ("[]", r"trec.jsonl:2 is \[\], not a JSON object"),
         (json.dumps({"input": ""}), "trec.jsonl:2 has no field 'context'"),
-        (json.dumps(row(_id="1", all_classes=["Yes"])), "trec.jsonl:2 repeats _id 1"),
-        (json.dumps(row(_id="2", answers=[])), "trec.jsonl:2 has no answers"),
-        (json.dumps(row(_id="2")), "trec.jsonl:2: all_classes"),
+        (json.dumps(row(_id="1", all_classes=["Yes"])), "trec.jsonl:2 repeats '_id' '1' of line 1"),
+        (json.dumps(row(_id="2", answers=[])), r"trec.jsonl:2: 'answers' cannot be \[\]"),
+        (json.dumps(row(_id="2")), "trec.jsonl:2: 'all_classes' cannot be null"),
     ],
 )
 def test_malformed_rows(tmp_path, bad, message):
@@ -265,7 +265,7 @@ def test_data_from_one_file_or_an_archive(tmp_path, caplog):
         benchmark("longbench", data_dir=str(archive), tasks="hotpotqa").samples()
 
     mixed.write_text(json.dumps(row()).replace("dataset", "data_set"))
-    with pytest.raises(UserError, match=r"some rows\.jsonl:1 names no dataset"):
+    with pytest.raises(UserError, match=r"some rows\.jsonl:1 has no field 'dataset'"):
         benchmark("longbench", data_dir=str(mixed), tasks="hotpotqa").samples()
 
 
@@ -357,9 +357,6 @@ def test_odd_files(tmp_path):
         folder(tmp_path, trec=[]).samples()
     b = folder(tmp_path, hotpotqa=[row(context="one\u2028two\x85three")])  # line ends to Python, not to JSON lines
     assert b.samples()[0].context == "one\u2028two\x85three"
-    empty = folder(tmp_path, hotpotqa=[row(context=" ")])
-    with pytest.raises(UserError, match="context is empty"):
-        empty.render(empty.samples()[0], CHAT, ARCH, chat=False)
     b = benchmark("longbench", data_dir=str(tmp_path), tasks=["hotpotqa", "musique"])
     assert "no musique.jsonl" in b.available()
     with pytest.raises(Blocked, match=r"no musique\.jsonl"):

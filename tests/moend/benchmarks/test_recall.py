@@ -142,7 +142,7 @@ def test_rows_of_a_folder(tmp_path, train, caplog):
     with pytest.raises(Blocked, match=r"no \.jsonl rows of length 512"):
         benchmark("recall", data_dir=str(tmp_path), length=512).samples()
     (tmp_path / "bad.jsonl").write_text('{"task": "num"}\n')
-    with pytest.raises(UserError, match=r"bad.jsonl:1 is not a recall row"):
+    with pytest.raises(UserError, match=r"bad.jsonl:1 has no field 'length'"):
         benchmark("recall", data_dir=str(tmp_path)).samples()
     missing = benchmark("recall", data_dir=str(tmp_path / "no"))
     assert "is not a folder" in missing.available()

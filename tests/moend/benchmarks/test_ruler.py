@@ -437,12 +437,16 @@ def test_data_sets_that_are_missing_short_or_wrong(folder, caplog):
     assert b.available() == "benchmark.data_dir=nowhere has no hotpotqa.json"
     with pytest.raises(Blocked):
         b.samples()
-    for content, message in [("{", "is not JSON"), ("{}", "SQuAD"), ('{"data": [{"paragraphs": [{}]}]}', "SQuAD")]:
+    for content, message in [
+        ("{", "is not JSON"),
+        ("{}", "squad.json has no field 'data'"),
+        ('{"data": [{"paragraphs": [{}]}]}', "has no field 'context' in 'data"),
+    ]:
         (folder / "squad.json").write_text(content)
         with pytest.raises(UserError, match=message):
             benchmark("ruler", tasks=["qa_1"], limit=1, data_dir=str(folder)).samples()
     (folder / "hotpotqa.json").write_text('[{"question": 1}]')
-    with pytest.raises(UserError, match="HotpotQA"):
+    with pytest.raises(UserError, match=r"hotpotqa.json: '\[0\].question' cannot be 1"):
         benchmark("ruler", tasks=["qa_2"], limit=1, data_dir=str(folder)).samples()
     with pytest.raises(UserError, match="evaluation rows"):
         benchmark("ruler", split="calibration", data_dir=str(folder))
