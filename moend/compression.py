@@ -55,22 +55,36 @@ def compress(
     context: tuple[int, int] | None = None,
     reconstruction: str = "",
 ) -> Iterator[None]:
-    """Inside this context, every prompt that `model` prefills is compressed before its first token is generated.
+    """Inside this context, `model.generate` compresses every prompt before it generates the first token.
 
-    method: a name of conf/method or a Method. budget: as on the command line (512, "10%", "64MiB"). plan: a routing
-    plan instead of solving one. calibration: artefacts by kind, or a folder of them as `pipelines.calibrate` leaves it.
-    max_new_tokens: what will be generated at most (None: no limit is known, so methods that evict while decoding keep
-    their caps up to the model's last position; nothing is compressed only where all of that fits the budget).
-    store_dtype: of 16-bit entries (None: the model's own if it has 16 bits, else bfloat16). Left-padded batches work;
-    the model's attention function and forward are restored at the end, errors included. Of nested contexts the inner
-    one holds. `generate(prefill_chunk_size=...)` would compress after its first chunk: leave it unset, the prompt is
-    fed in chunks anyway.
-    For KVZip and MoEZip, one prompt at a time: tokenizer; context (start, stop): which of the prompt's tokens are the
-    context, the others behind it the question (None: all of it is context); reconstruction: how to ask for the context,
-    for a model that does not know KVZip's words.
+    The model reads the prompt but for its last token, the method keeps what fits the budget, and the last token is fed
+    to the compressed cache: so the first answer token already comes from what was kept. Batches with left padding,
+    sampling, beams, `num_return_sequences`, streamers and `pipeline("text-generation")` work as without compression.
+
+    Several turns: pass the cache of one turn to the next, `generate(ids, past_key_values=out.past_key_values)`. New
+    turns are appended; methods that evict while decoding go on evicting. After a left-padded batch a second turn is
+    refused. Assisted decoding is refused, because evicted entries cannot come back.
+
+    Args:
+        model: a transformers decoder in eval mode. Its attention function and its forward are restored at the end,
+            after errors too. Of nested contexts the inner one holds.
+        method: the name of a file of conf/method, or a `Method`.
+        budget: tokens per layer at 16 bit (512), a share of each prompt's cache ("10%") or bytes ("64MiB").
+        plan: a routing plan to follow instead of solving one.
+        calibration: artefacts by kind, or a folder of them as `pipelines.calibrate` leaves it.
+        max_new_tokens: the most tokens that will be generated. None means unknown: methods that evict while decoding
+            then hold their caps up to the model's last position.
+        protocol: "matched" (the same resident bytes for every method) or "paper" (MoE-nD's exchange rates).
+        store_dtype: of 16-bit entries. None: the model's own dtype if it has 16 bits, else bfloat16.
+        seed: of methods that draw.
+        tokenizer: needed by KVZip and MoEZip, which have the model repeat the context, one prompt at a time.
+        context: (start, stop), the prompt's tokens that are context; what follows is the question. None: all of it.
+        reconstruction: the words that ask for the context, for a model that does not know KVZip's.
+
+    Raises:
+        UserError: a setting, a model or a call that moend does not understand. Blocked: a calibration is missing.
     """
     chosen = named(method) if isinstance(method, str) else method
-    artefacts = _artefacts(calibration)
     if store_dtype is None:
         store_dtype = model.dtype if model.dtype.itemsize == 2 else torch.bfloat16
     bound = bind(
@@ -79,87 +93,118 @@ def compress(
         protocol,
         arch_of(model.config),
         t_ref=chosen.t_ref if isinstance(chosen.t_ref, int) else None,
-        artefacts=artefacts,
+        artefacts=_artefacts(calibration),
         store_dtype=store_dtype,
         given=plan,
     )
     for kind in chosen.calibrations:
-        if kind not in ("sensitivity", "kl", "ripple", "damage") or plan is None:  # what a given plan replaces
+        if kind not in ("sensitivity", "kl", "ripple", "damage") or plan is None:  # a given plan replaces these
             bound.artefact(kind)
-    scaling = attention_scaling(model)
-    made = chosen.make_scorer()
-    extra = set(made.observes) & set(OBSERVATIONS) if made is not None else set()
-    ask = request(tokenizer, reconstruction) if tokenizer is not None and extra else None
-    if extra and ask is None:
-        raise UserError(f"{chosen.name} asks the model to repeat the context: moend.compress needs tokenizer=")
-    name = cache_argument(model)
+    hook = _PromptHook(model, bound, max_new_tokens, seed, tokenizer, context, reconstruction)
+    with attention_of(model):
+        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
-    def follow(tokens: int) -> tuple[BoundMethod, int]:
-        """The method fitted to a prompt of this length, and how many tokens may follow it."""
-        if max_new_tokens is not None or chosen.schedule == "prompt":
-            return bound, max_new_tokens or 128
-        # Caps must hold for as long as the model can go on; shares then refer to four budgets, as for any long
-        # generation (`methods.reference_length`).
-        positions = bound.arch.max_positions
-        share = 4 * bound.budget.to_bytes(bound.arch, tokens) // bound.arch.full_bytes(1)
-        fitted = bound if bound.t_ref is not None else replace(bound, t_ref=max(min(share, positions), 2), _plans={})
-        return fitted, max(positions - tokens, 1)
 
-    def reread(done: Prefilled, ids: list[int]) -> Prefilled:
-        """The prefill with what the extra passes show."""
-        routing = None
-        if extra - {"reconstruction"}:
-            routing = Routing.of(model, torch.tensor([ids[:64]], device=model.device))
-        passes = Passes(model, bound.arch.max_positions, ask, routing)
-        start, stop = context or (0, len(ids))
-        if not 0 <= start < stop:
-            raise UserError(f"context=({start}, {stop}) must be a start and a later stop among the prompt's tokens")
-        return passes.observe(done, extra, ids, (min(start, len(ids) - 1), min(stop, len(ids))))
+class _PromptHook:
+    """A forward pre-hook: it replaces a call with a whole prompt by a call with the compressed cache and one token."""
 
-    def compress_prompt(module: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        cache = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get("past_key_values")
-        if isinstance(cache, CompressedCache) or kwargs.get("use_cache") is False:
+    def __init__(
+        self,
+        model: Any,
+        bound: BoundMethod,
+        max_new_tokens: int | None,
+        seed: int,
+        tokenizer: Any,
+        context: tuple[int, int] | None,
+        reconstruction: str,
+    ):
+        self.model, self.bound, self.max_new_tokens, self.seed, self.context = (
+            model, bound, max_new_tokens, seed, context,
+        )  # fmt: skip
+        made = bound.method.make_scorer()
+        self.last_queries, self.observes = (made.last_queries, set(made.observes)) if made else (0, set())
+        self.replays = self.observes & set(OBSERVATIONS)
+        self.ask = request(tokenizer, reconstruction) if tokenizer is not None and self.replays else None
+        if self.replays and self.ask is None:
+            raise UserError(
+                f"{bound.method.name} asks the model to repeat the context: moend.compress needs tokenizer="
+            )
+        self.scaling, self.cache_name = attention_scaling(model), cache_argument(model)
+
+    def __call__(self, module: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """None leaves the call as it is: a compressed cache is there already."""
+        cache = kwargs.get(self.cache_name)
+        cache = kwargs.get("past_key_values") if cache is None else cache
+        if isinstance(cache, CompressedCache):
             return None
         if cache is not None and cache.get_seq_length() > 0:
             raise UserError("moend.compress needs the whole prompt: the model was given a cache that is already filled")
+        if kwargs.get("use_cache") is False:
+            raise UserError("use_cache=False computes without a cache: leave it out, or leave moend.compress")
+        for key in ("labels", "output_attentions"):
+            if kwargs.get(key) is not None and kwargs[key] is not False:
+                raise UserError(
+                    f"{key}= asks for every position of the prompt, and a compressed prompt has its last only"
+                )
         ids: Tensor | None = kwargs.pop("input_ids", None)
         if ids is None and args:
             ids, args = args[0], args[1:]
         if ids is None:
             raise UserError("moend.compress needs input_ids (prompts given as inputs_embeds are not supported)")
-        mask: Tensor | None = kwargs.get("attention_mask")
-        if ids.shape[1] > 1:
-            shorter = None if mask is None else mask[:, : ids.shape[1] - 1]
-            done = prefill(
-                model,
-                ids[:, :-1],
-                shorter,
-                last_queries=made.last_queries if made else 0,
-                observe=set(made.observes) - extra if made else (),
-            )
-            if extra and not bound.fits(done.tokens(), follow(done.tokens())[1]):
-                if ids.shape[0] > 1:
-                    raise UserError(f"{chosen.name} reads each context once more: give it one prompt at a time")
-                done = reread(done, ids[0, :-1].tolist())
-        else:
-            done = Prefilled.empty(bound.arch, ids, model.config)
-        rotation = rotations(model) if bound.needs_rotary else None
-        caches = []
-        for r in range(ids.shape[0]):
-            fitted, new = follow(done.tokens(r))
-            caches.append(fitted.fork(done, new, seed=seed, row=r, rotary=rotation, scaling=scaling))
-        full = CompressedCache.join(caches)
-        seen = torch.tensor([[parts[0].seen] for parts in full.layers[0].parts], device=ids.device)
+        compressed = self.compressed(ids, kwargs.get("attention_mask"))
+        seen = torch.tensor([[parts[0].seen] for parts in compressed.layers[0].parts], device=ids.device)
         kwargs.pop("past_key_values", None)
         kwargs.pop("cache_position", None)
-        return args, {**kwargs, "input_ids": ids[:, -1:], "position_ids": seen, "use_cache": True, name: full}
+        own = {"input_ids": ids[:, -1:], "position_ids": seen, "use_cache": True, self.cache_name: compressed}
+        return args, {**kwargs, **own}
 
-    with attention_of(model):
-        handle = model.register_forward_pre_hook(compress_prompt, prepend=True, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def compressed(self, ids: Tensor, mask: Tensor | None) -> CompressedCache:
+        """What the method keeps of prompts ids (B, T) but for their last tokens."""
+        bound, length = self.bound, ids.shape[1] - 1
+        if not length:
+            done = Prefilled.empty(bound.arch, ids, self.model.config)
+        else:
+            shorter = None if mask is None else mask[:, :length]
+            observe = self.observes - self.replays
+            done = prefill(self.model, ids[:, :length], shorter, last_queries=self.last_queries, observe=observe)
+            if self.replays and not bound.fits(done.tokens(), self.follow(done.tokens())[1]):
+                if ids.shape[0] > 1:
+                    raise UserError(f"{bound.method.name} reads each context once more: give it one prompt at a time")
+                done = self.replayed(done, ids[0, :-1].tolist())
+        rotary = rotations(self.model) if bound.needs_rotary else None
+        caches = []
+        for row in range(ids.shape[0]):
+            fitted, new = self.follow(done.tokens(row))
+            caches.append(fitted.fork(done, new, seed=self.seed, row=row, rotary=rotary, scaling=self.scaling))
+        return CompressedCache.join(caches)
+
+    def follow(self, tokens: int) -> tuple[BoundMethod, int]:
+        """The method fitted to a prompt of this length, and how many tokens may follow it."""
+        bound = self.bound
+        if self.max_new_tokens is not None or bound.method.schedule == "prompt":
+            return bound, self.max_new_tokens or 128
+        # Caps must hold for as long as the model can go on; shares then refer to four budgets, as for any long
+        # generation (`reference_length`).
+        positions = bound.arch.max_positions
+        share = 4 * bound.budget.to_bytes(bound.arch, tokens) // bound.arch.full_bytes(1)
+        if bound.t_ref is None:
+            bound = replace(bound, t_ref=max(min(share, positions), 2), _plans={})
+        return bound, max(positions - tokens, 1)
+
+    def replayed(self, done: Prefilled, ids: list[int]) -> Prefilled:
+        """The prefill with what the scorer's replay passes show."""
+        routing = None
+        if self.replays - {"reconstruction"}:
+            routing = Routing.of(self.model, torch.tensor([ids[:64]], device=self.model.device))
+        start, stop = self.context or (0, len(ids))
+        if not 0 <= start < stop:
+            raise UserError(f"context=({start}, {stop}) must be a start and a later stop among the prompt's tokens")
+        passes = Passes(self.model, self.bound.arch.max_positions, self.ask, routing)
+        return passes.observe(done, self.replays, ids, (min(start, len(ids) - 1), min(stop, len(ids))))
 
 
 def _artefacts(given: Mapping[str, Artefact] | str | Path | None) -> dict[str, Artefact]:
