@@ -170,12 +170,12 @@ class Passes:
 
         def look(layer: int) -> Callable[[Tensor, Tensor, float, int | None], None]:
             def see(query: Tensor, keys: Tensor, scaling: float, window: int | None) -> None:
-                seen[layer] = strongest_attention(query, keys, layers[layer].length, scaling, window)
+                seen[layer] = strongest_attention(query[0], keys[0], layers[layer].length, scaling, window)
 
             return see
 
         def routed(by: Routed) -> None:
-            total.add(seen.pop(by.layer), by.gates[None])
+            total.add(seen.pop(by.layer), by.gates)
 
         before = [layer.see for layer in layers]
         for index in routing.modules:
@@ -185,10 +185,9 @@ class Passes:
         for layer, see in zip(layers, before, strict=True):
             layer.see = see
         found = total.result()
-        r, gamma = found[:, 0], found[:, 1:, :1]
-        padded = torch.cat([r, r.new_full((1, length - r.shape[1]), -torch.inf)], dim=1)
-        both = torch.stack([padded, gamma[:, 0].expand(1, length)], dim=1)
-        return [both] * len(layers)
+        behind = torch.tensor([-torch.inf, float(found[1, 0])], device=found.device)
+        both = torch.cat([found, behind[:, None].expand(-1, length - found.shape[1])], dim=1)
+        return [both[None]] * len(layers)
 
     def _question(self, prefilled: Prefilled, ids: Sequence[int], stop: int) -> list[Tensor]:
         """routing_query: the question is read once more on top of the context."""
@@ -266,10 +265,10 @@ class Passes:
             if first >= last:
                 return
             received = attention_received(
-                query,
-                keys[:, :, :sinks],
-                keys[:, :, first:last],
-                keys[:, :, layer.length :],
+                query[0],
+                keys[0, :, :sinks],
+                keys[0, :, first:last],
+                keys[0, :, layer.length :],
                 scaling,
                 None if window is None else (window, first, layer.length),
             )

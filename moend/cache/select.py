@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from moend.hf.rope import Rotary
-    from moend.scoring import Scorer
+from moend.hf.rope import Rotary
+from moend.scoring.base import LayerView, Scorer
 
 
 def select(scores: Tensor, positions: Tensor, keep: int, n_sink: int, recent: int, oldest: int = 0) -> Tensor:
@@ -40,13 +38,13 @@ class Selector:
     """A scorer bound to one layer and sample: chooses entries after the prompt and while decoding."""
 
     scorer: Scorer
-    layer: int
-    n_sink: int
-    recent: int | float  # entries, or a share in (0, 1) of those that are kept
-    scaling: float
-    seed: int
-    rotary: Rotary | None = None
-    statistics: Mapping[str, Tensor] | None = None
+    layer: int  # index of the layer
+    n_sink: int  # first positions that are protected
+    recent: int | float  # newest entries that are protected, or a share in (0, 1) of those that are kept
+    scaling: float  # what the model multiplies q . k with
+    seed: int  # of the sample
+    rotary: Rotary | None = None  # for scorers that turn keys
+    statistics: Mapping[str, Tensor] | None = None  # this layer's rows of the scorer's calibration
     window: int | None = None  # of a sliding layer
 
     def scores(
@@ -58,31 +56,22 @@ class Selector:
         queries: Tensor | None = None,
         observed: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Scores (H or 1, n) of keys, values (H, n, d).
-
-        queries (H_q, w, d) are the last w before `now`; observed: what the scorer observes, (..., n) each.
-        """
-        from moend.scoring import LayerView
-
-        query_positions = None
-        if queries is not None:
-            w = queries.shape[1]
-            query_positions = torch.arange(now - w, now, device=keys.device)[None]
-        view = LayerView(
-            layer=self.layer,
-            keys=keys[None],
-            values=values[None],
-            positions=positions[None].long(),
-            now=torch.tensor([now], device=keys.device),
-            queries=None if queries is None else queries[None],
-            query_positions=query_positions,
-            scaling=self.scaling,
-            rotary=self.rotary,
-            statistics=self.statistics,
-            seed=self.seed,
-            observed={name: seen[None] for name, seen in (observed or {}).items()},
+        """Scores (H or 1, n) of entries; the arguments are those of `LayerView`."""
+        return self.scorer(
+            LayerView(
+                layer=self.layer,
+                keys=keys,
+                values=values,
+                positions=positions.long(),
+                now=now,
+                queries=queries,
+                scaling=self.scaling,
+                rotary=self.rotary,
+                statistics=self.statistics,
+                seed=self.seed,
+                observed=observed or {},
+            )
         )
-        return self.scorer(view)[0]
 
     def best(self, scores: Tensor, positions: Tensor, now: int, keep: int) -> Tensor:
         """Indices (H or 1, keep) of the entries to keep, `now` the position of the next query; see `select`."""

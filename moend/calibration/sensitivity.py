@@ -242,24 +242,20 @@ def scorer_ranks(
     statistics: Mapping[str, Tensor] | None,
 ) -> Tensor:
     """(H or 1, T) the rank of each captured token of one row by the scorer, best first, ties by position."""
-    length, device = layer.keys.shape[2], layer.keys.device
-    window = min(scorer.last_queries, length)
-    at = torch.arange(length, device=device)[None]
-    queries = None if layer.queries is None or window == 0 else layer.queries[:, :, -window:]
+    length = layer.keys.shape[2]
     view = LayerView(
         layer=index,
-        keys=layer.keys,
-        values=layer.values,
-        positions=at,
-        now=torch.tensor([length], device=device),
-        queries=queries,
-        query_positions=None if queries is None else at[:, -window:],
+        keys=layer.keys[0],
+        values=layer.values[0],
+        positions=torch.arange(length, device=layer.keys.device),
+        now=length,
+        queries=layer.queries[0] if layer.queries is not None and scorer.last_queries else None,
         scaling=scaling,
         rotary=rotary,
         statistics=statistics,
         observed=_observed(scorer, layer, scaling),
     )
-    order = scorer(view)[0].argsort(dim=-1, descending=True, stable=True)
+    order = scorer(view).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
 
 
@@ -270,7 +266,7 @@ def _observed(scorer: Scorer, layer: LayerCapture, scaling: float) -> dict[str, 
     if "accumulated" not in scorer.observes:
         return {}
     assert layer.queries is not None
-    return {"accumulated": accumulated_attention(layer.queries, layer.keys, None, scaling, None)}
+    return {"accumulated": accumulated_attention(layer.queries, layer.keys, None, scaling, None)[0]}
 
 
 class _Grid:

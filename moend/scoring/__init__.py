@@ -1,40 +1,28 @@
-"""Scorers: which entries of a layer matter. One file each, found by its name; adding one is adding a file here.
+"""Scorers: which entries of a layer matter. One file each, found by its name.
 
-A scorer's module holds a frozen dataclass of its settings under the name SCORER. Selection (sinks, the recent window,
-top-k) is not a scorer's business.
+A scorer's module assigns its class to SCORER (see `base.Scorer`): a frozen dataclass of its settings with a formula.
+It may also lie outside this package (entry point group "moend.scorers", or a dotted path). Selection (sinks, the recent
+window, top-k) is not a scorer's business.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib
-import pkgutil
 from typing import Any, cast
 
-from moend.errors import unknown
+from moend import registry
 from moend.scoring.base import LayerView, Scorer
 
 __all__ = ["LayerView", "Scorer", "names", "scorer"]
 
+GROUP = "moend.scorers"
+
 
 def names() -> tuple[str, ...]:
-    """The scorers there are."""
-    return _names(tuple(__path__))
+    """Names of the scorers that are found."""
+    return registry.names(__name__, GROUP, "SCORER")
 
 
-@functools.cache  # a plan makes thousands of scorers, and each looks here
-def _names(folders: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(folders) if m.name != "base"))
-
-
-def scorer(name: str, **params: Any) -> Scorer:
+def scorer(name: str, **settings: Any) -> Scorer:
     """The scorer of that name with these settings; an unknown name, setting or choice is a UserError."""
-    if name not in names():
-        raise unknown("scorer", name, names())
-    kind = importlib.import_module(f"{__name__}.{name}").SCORER
-    fields = [f.name for f in dataclasses.fields(kind)]
-    for key in params:
-        if key not in fields:
-            raise unknown(f"setting of scorer {name}", key, fields)
-    return cast(Scorer, kind(**params))
+    kind = registry.find(__name__, "SCORER", name, GROUP)
+    return cast(Scorer, registry.build(kind, f"scorer {name}", settings))

@@ -1,10 +1,9 @@
-"""What a scorer sees and what it gives."""
+"""What a scorer sees, what it gives, and the attention of the last queries that several scorers go by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,80 +13,98 @@ from moend.hf.rope import Rotary
 
 @dataclass(frozen=True)
 class LayerView:
-    """All that a scorer may see of one layer.
+    """What a scorer sees of one layer of one sequence.
 
-    B rows, H KV heads, Hq = H * G query heads (the G of one KV head are neighbours), n entries of d dimensions.
+    The layer has H KV heads. G query heads share each of them and lie next to each other, so H_q = H * G.
     """
 
-    layer: int
-    keys: Tensor  # (B, H, n, d), roped
-    values: Tensor  # (B, H, n, d)
-    positions: Tensor  # (B, n) or (B, H, n) int64: original positions, -1 at padding
-    now: Tensor  # (B,) int64: position of the next query
-    queries: Tensor | None = None  # (B, Hq, w, d), roped: the last w queries, right-aligned
-    query_positions: Tensor | None = None  # (B, w) int64, -1 at padding
+    layer: int  # index of the layer
+    keys: Tensor  # (H, n, d): n entries, after RoPE
+    values: Tensor  # (H, n, d)
+    positions: Tensor  # (n,) or (H, n) int64: where the entries stand in the sequence
+    now: int  # position of the next query
+    queries: Tensor | None = None  # (H_q, w, d), after RoPE: those at positions now - w ... now - 1
     scaling: float = 1.0  # what the model multiplies q . k with
-    rotary: Rotary | None = None
-    statistics: Mapping[str, Tensor] | None = None  # this layer's rows of a calibration
-    seed: int = 0  # of the sample
-    observed: Mapping[str, Tensor] = field(default_factory=dict)  # what the scorer observes, (B, ..., n) each
+    rotary: Rotary | None = None  # how the layer turns queries and keys
+    statistics: Mapping[str, Tensor] | None = None  # this layer's rows of the calibration `Scorer.statistics`
+    seed: int = 0  # of the sample, for scorers that draw
+    observed: Mapping[str, Tensor] = field(default_factory=dict)  # by name what `Scorer.observes` asks for, (..., n)
 
     @property
-    def valid(self) -> Tensor:
-        """(B, 1 or H, n) bool: entries that are not padding."""
-        return (self.positions[:, None] if self.positions.dim() == 2 else self.positions) >= 0
+    def at(self) -> Tensor:
+        """(1 or H, n) positions, to broadcast over KV heads."""
+        return torch.atleast_2d(self.positions)
 
 
-class Scorer(Protocol):
-    """Ranks the entries of one layer. Holds settings only: never changes what it sees, keeps nothing between calls."""
+class Scorer:
+    """Ranks the entries of one layer: the base of all scorers.
+
+    A scorer is a frozen dataclass of its settings with a formula, `__call__`. It overrides those of the properties
+    below (a class attribute is enough) that differ for it. It never changes what it sees and keeps nothing between
+    calls.
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name in configurations and messages: that of its file."""
+        return type(self).__module__.rpartition(".")[2]
 
     @property
     def per_head(self) -> bool:
-        """False: one score per token, the same for all heads."""
+        """Whether KV heads have scores of their own. False: one score per token."""
+        return True
 
     @property
     def last_queries(self) -> int:
         """How many of the last queries it needs. While decoding they are kept beside the entries, and counted."""
+        return 0
 
     @property
     def observes(self) -> tuple[str, ...]:
-        """What it needs that only the pass over the prompt shows; "accumulated attention" (B, H, n) float32:
-        attention received, summed
-        over all queries so far and the query heads of a group."""
+        """What it needs that only a pass over the prompt shows.
+
+        "accumulated" (H, n) float32 is the attention an entry received, summed over all queries so far and the query
+        heads that share a KV head. The others are those of `moend.replay`.
+        """
+        return ()
 
     @property
     def at_decode(self) -> bool:
         """Whether it can score again while decoding, when nothing of the prompt's pass is at hand."""
+        return True
 
     @property
     def statistics(self) -> str | None:
         """The kind of calibration it needs."""
+        return None
 
     def __call__(self, view: LayerView) -> Tensor:
-        """(B, H, n) float32, or (B, 1, n) where all heads share one; the higher is kept, padding is -inf."""
+        """Scores (H, n) float32, or (1, n) where all KV heads share them. Entries with higher scores are kept."""
+        raise NotImplementedError
 
 
-def grouped_attention(view: LayerView, window: int) -> tuple[Tensor, Tensor]:
-    """Attention (B, H, G, w, n) float32 of the last `window` queries over the entries, and which of them count (B, w).
+def last_logits(view: LayerView, window: int) -> Tensor:
+    """Logits (H, G, w, n) float32 of the last `window` queries, -inf where an entry is later than the query.
 
-    Softmax over what each query sees: entries that are not padding and not later than itself. Queries that are padding
-    do not count; they see everything, so that no softmax is empty. Memory is w x n per query head.
+    w is smaller than `window` where the sequence is. Memory is w x n per query head.
     """
-    if view.queries is None or view.query_positions is None:
+    if view.queries is None:
         raise ValueError("this scorer needs the last queries")
-    batch, heads, n, dim = view.keys.shape
-    queries = view.queries[:, :, -window:].float()
-    at = view.query_positions[:, -window:]
-    width, group = queries.shape[2], queries.shape[1] // heads
-    positions = view.positions[:, None] if view.positions.dim() == 2 else view.positions  # (B, 1 or H, n)
-    now = view.now[:, None]
-    counted = (at >= 0) & (at >= now - window)
-    flat = (queries * view.scaling).reshape(batch, heads, group * width, dim)
-    attention = (flat @ view.keys.float().transpose(-1, -2)).view(batch, heads, group, width, n)
-    sees = torch.where(counted, at, now)[:, None, :, None]
-    hidden = (positions[:, :, None] > sees) | (positions[:, :, None] < 0)  # (B, 1 or H, w, n)
-    attention.masked_fill_(hidden[:, :, None], -torch.inf)
-    return torch.softmax(attention, dim=-1), counted
+    heads, n, _ = view.keys.shape
+    queries = view.queries[:, -window:].float() * view.scaling  # (H_q, w, d)
+    width = queries.shape[1]
+    asked = torch.arange(view.now - width, view.now, device=view.keys.device)
+    logits = queries.reshape(heads, -1, queries.shape[-1]) @ view.keys.float().mT  # (H, G * w, n)
+    later = view.at[:, None] > asked[:, None]  # (1 or H, w, n)
+    return logits.view(heads, -1, width, n).masked_fill_(later[:, None], -torch.inf)
+
+
+def attention(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension; zeros where a query sees no entry, all its logits being -inf."""
+    return torch.softmax(logits, dim=-1).nan_to_num_(0.0)
+
+
+def window_first(view: LayerView, window: int, scores: Tensor) -> Tensor:
+    """Scores (H, n), which are at most 1, with those of the last `window` positions in (1, 2], the newest highest."""
+    newest = 2.0 + (view.at - view.now + 1).float() / (window + 1)
+    return torch.where(view.at >= view.now - window, newest, scores)

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from moend.scoring.base import LayerView
+from moend.scoring.base import LayerView, Scorer
 
 
 @dataclass(frozen=True)
-class H2O:
-    """An entry's score is the attention it received from all queries so far, prompt and output (H2O, section 4).
+class H2O(Scorer):
+    """The attention an entry received from all queries so far, of prompt and output (H2O, arXiv 2306.14048, section 4).
 
-    Summed over the query heads of a group. The recent half of a budget is selection's business (`recent: 0.5`).
-    average: not the sum, which favours old entries, but the mean over the queries that could see the entry, itself
-    included (what others call observed attention).
+    Summed over the query heads that share a KV head. Selection keeps the recent half of a budget (`recent: 0.5`).
     """
 
-    average: bool = False
+    average: bool = False  # divide by the queries that could see the entry: a sum favours old entries
 
-    name = "h2o"
-    per_head = True
-    last_queries = 0
     observes = ("accumulated",)
-    at_decode = True
-    statistics = None
 
     def __call__(self, view: LayerView) -> Tensor:
-        """(B, H, n) float32, -inf at padding."""
+        """(H, n) float32, at least 0."""
         if "accumulated" not in view.observed:
             raise ValueError("scorer h2o needs the attention that entries received")
-        accumulated = view.observed["accumulated"].float()
-        if self.average:
-            positions = view.positions[:, None] if view.positions.dim() == 2 else view.positions
-            accumulated = accumulated / (view.now[:, None, None] - positions).clamp(min=1)
-        return torch.where(view.valid, accumulated, -torch.inf)
+        received = view.observed["accumulated"].float()
+        return received / (view.now - view.at).clamp(min=1) if self.average else received
 
 
 SCORER = H2O

@@ -1,32 +1,24 @@
-"""Knorm: keys of small norm are those that attract attention."""
+"""Knorm: keys of small norm attract attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from moend.scoring.base import LayerView
+from moend.scoring.base import LayerView, Scorer
 
 
 @dataclass(frozen=True)
-class Knorm:
-    """An entry's score is the negated L2 norm of its key (Devoto et al., arXiv 2406.11430, section 4).
+class Knorm(Scorer):
+    """The negated L2 norm of an entry's key (Devoto et al., arXiv 2406.11430, section 4).
 
-    RoPE turns keys without changing their norms, so it does not matter that they are scored as they lie in the cache.
+    RoPE turns keys without changing their norms, so the cached keys give the same scores as those before RoPE.
     """
 
-    name = "knorm"
-    per_head = True
-    last_queries = 0
-    observes = ()
-    at_decode = True
-    statistics = None
-
     def __call__(self, view: LayerView) -> Tensor:
-        """(B, H, n) float32, at most 0, -inf at padding."""
-        return torch.where(view.valid, -view.keys.float().norm(dim=-1), -torch.inf)
+        """(H, n) float32, at most 0."""
+        return -view.keys.float().norm(dim=-1)
 
 
 SCORER = Knorm

@@ -37,26 +37,26 @@ def largest_trace(experts: int, kind: str) -> float:
 
 
 def strongest_attention(query: Tensor, keys: Tensor, entries: int, scaling: float, window: int | None = None) -> Tensor:
-    """Attention of the last q of t tokens to each of the first `entries`, the largest over all heads: (B, q, entries).
+    """Attention of the last q of t tokens to each of the first `entries`, the largest over all heads: (q, entries).
 
-    query (B, H_q, q, d), keys (B, H, t, d); causal softmax over all that a query sees. Memory is q x entries.
+    query (H_q, q, d), keys (H, t, d); causal softmax over all that a query sees. Memory is q x entries.
     """
-    (_, heads, t, _), q = keys.shape, query.shape[2]
-    grouped = query.unflatten(1, (heads, -1)) * scaling
+    (heads, t, _), q = keys.shape, query.shape[1]
+    grouped = query.unflatten(0, (heads, -1)) * scaling
     at = torch.arange(t, device=keys.device)
     out = []
     for start in range(0, q, QUERY_BLOCK):
-        part = grouped[:, :, :, start : start + QUERY_BLOCK]
-        me = at[t - q + start : t - q + start + part.shape[3], None]
+        part = grouped[:, :, start : start + QUERY_BLOCK]
+        me = at[t - q + start : t - q + start + part.shape[2], None]
         hidden = at > me if window is None else (at > me) | (me - at >= window)
-        logits = (part @ keys[:, :, None].mT).masked_fill_(hidden, -torch.inf)
+        logits = (part @ keys[:, None].mT).masked_fill_(hidden, -torch.inf)
         share = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        out.append(share[..., :entries].amax(dim=(1, 2)))
-    return torch.cat(out, dim=1)
+        out.append(share[..., :entries].amax(dim=(0, 1)))
+    return torch.cat(out)
 
 
 class Propagation:
-    """Sums r_i and Gamma layer by layer as a pass goes on: no layer's attention outlives the layer.
+    """Sums r_i and Gamma layer by layer while tokens are fed: no layer's attention outlives the layer.
 
     r_i = sum over MoE layers l and instruction tokens t of max_h attention(t, l, h, i) f(t, l);
     Gamma = share of (l, t) with f > 0.85 of its maximum.
@@ -68,20 +68,20 @@ class Propagation:
         self.above = self.count = 0
 
     def add(self, attention: Tensor, gates: Tensor) -> None:
-        """One MoE layer: attention (B, q, entries), gates (B, q, E) of q instruction tokens."""
+        """One MoE layer: attention (q, entries), gates (q, E) of q instruction tokens."""
         if not bool((attention >= 0).all()):
             raise ValueError("attention must be numbers >= 0")
         f = fisher_trace(gates, self.kind)
         self.above += int((f > THRESHOLD * largest_trace(gates.shape[-1], self.kind)).sum())
         self.count += f.numel()
-        part = (f[:, None] @ attention)[:, 0]
+        part = f @ attention
         self.received = part if self.received is None else self.received + part
 
     def result(self) -> Tensor:
-        """(B, 2, entries) float32: r, and Gamma at every entry. UserError where no instruction token was routed."""
+        """(2, entries) float32: r, and Gamma at every entry. UserError where no instruction token was routed."""
         if self.received is None or not self.count:
             raise UserError("MoEZip has no instruction token to go by: the question after the context is empty")
-        return torch.stack([self.received, torch.full_like(self.received, self.above / self.count)], dim=1)
+        return torch.stack([self.received, torch.full_like(self.received, self.above / self.count)])
 
 
 def anchor_count(budget: int, gamma: float, least: int = 32, most: int = 128) -> int:
@@ -132,24 +132,19 @@ def ranking(base: Tensor, received: Tensor, counts: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MoEZip:
+class MoEZip(Scorer):
     """Anchors that every layer and head keeps, over the choice of a base scorer (MoEZip, arXiv 2610.30206).
 
     mode `query`: instruction tokens are the question after the context, as far as it is read before compression (its
     last token is not). `recon`: they are the tokens of the reconstruction prompt, the question is not looked at.
-    anchor_min, anchor_max: bounds of B_f. base: the scorer of the other entries, {name, parameters}; its own order
-    includes what it always keeps (sinks, the question).
     """
 
-    mode: str = "query"
-    anchor_min: int = 32
+    mode: str = "query"  # which tokens are the instruction: query or recon
+    anchor_min: int = 32  # bounds of B_f, in entries
     anchor_max: int = 128
-    base: Mapping[str, Any] = field(default_factory=lambda: {"name": "kvzip"})
+    base: Mapping[str, Any] = field(default_factory=lambda: {"name": "kvzip"})  # scorer of the others: name, settings
 
-    name = "moezip"
-    per_head = True
     at_decode = False
-    statistics = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -188,15 +183,12 @@ class MoEZip:
         return f"routing_{self.mode}"
 
     def __call__(self, view: LayerView) -> Tensor:
-        """(B, H, n) float32: minus the place in `ranking`, so that the best B are the paper's choice for every B."""
-        heads = view.keys.shape[1]
-        base = self.scorer(view).expand(-1, heads, -1)
-        scores = []
-        for row, (received, gamma) in zip(base, view.observed[self.routing], strict=True):
-            budgets = torch.arange(1, row.shape[-1] + 1, device=row.device)
-            counts = anchor_counts(budgets, float(gamma[0]), self.anchor_min, self.anchor_max)
-            scores.append(-ranking(row, received, counts).float())
-        return torch.where(view.valid, torch.stack(scores), -torch.inf)
+        """(H, n) float32: minus the place in `ranking`, so that the best B are the paper's choice for every B."""
+        heads, n, _ = view.keys.shape
+        received, gamma = view.observed[self.routing]
+        budgets = torch.arange(1, n + 1, device=view.keys.device)
+        counts = anchor_counts(budgets, float(gamma[0]), self.anchor_min, self.anchor_max)
+        return -ranking(self.scorer(view).expand(heads, -1), received, counts).float()
 
     def diagnostics(self, routing: Tensor, kept: list[Tensor], base_kept: list[Tensor]) -> dict[str, Any]:
         """Gamma, anchors kept, and the share of base's choice that anchors replaced; of one sequence.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moend.scoring.base import LayerView
+from moend.scoring.base import LayerView, Scorer
 
 _GOLDEN, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -26,29 +26,21 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Random:
-    """A uniform score in [0, 1) that is a hash of (seed, layer, head, original position).
+class Random(Scorer):
+    """A uniform score that is a hash of (seed, layer, KV head, position).
 
-    It depends on nothing else, so the order and company of samples do not matter, and an entry scored again at decode
-    gets the same score.
+    It depends on nothing else, so the order and company of samples do not matter, and an entry that is scored again
+    while decoding gets the same score.
     """
 
-    name = "random"
-    per_head = True
-    last_queries = 0
-    observes = ()
-    at_decode = True
-    statistics = None
-
     def __call__(self, view: LayerView) -> Tensor:
-        """(B, H, n) float32, -inf at padding."""
-        heads, device = view.keys.shape[1], view.keys.device
-        positions = view.positions[:, None] if view.positions.dim() == 2 else view.positions
+        """(H, n) float32 in [0, 1)."""
+        device = view.keys.device
+        heads = torch.arange(len(view.keys), device=device)[:, None]
         state = _mix(torch.tensor(_signed(view.seed + _GOLDEN), device=device))
-        for part in (torch.tensor(view.layer, device=device), torch.arange(heads, device=device)[:, None], positions):
+        for part in (torch.tensor(view.layer, device=device), heads, view.at):
             state = _mix(state + (part + 1) * _signed(_GOLDEN))
-        score = (state >> 40 & 2**24 - 1).float() * 2.0**-24
-        return torch.where(positions >= 0, score, -torch.inf)
+        return (state >> 40 & 2**24 - 1).float() * 2.0**-24
 
 
 SCORER = Random

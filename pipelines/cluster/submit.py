@@ -32,7 +32,6 @@ from pipelines.execution.runner import store_argument
 from pipelines.planning import planner
 from pipelines.planning.planner import Cell, Plan
 from pipelines.planning.schema import ClusterConfig, minutes
-from pipelines.store import provenance
 from pipelines.store.cells import Process, Store, held, write_json
 
 POLL_S = 2.0
@@ -201,6 +200,8 @@ def _freeze(
     args: Sequence[str],
 ) -> Path:
     """Write the submission and the copy of the code; returns the copy."""
+    from pipelines.results import aggregate as results
+
     code = snapshot.take(sweep.folder / "code")
     snapshot.record_difference(sweep.folder / "diff.patch")
     frozen = []
@@ -228,7 +229,7 @@ def _freeze(
             "command": command(args, "run"),
             "store": str(plan.store.root),
             "code": code.name,
-            "commit": provenance.commit(),
+            "commit": results.commit(),
             "count": count,
             "requeues": cluster.requeues,
             "workers": workers(cluster) if cluster.name == "local" else None,

@@ -119,7 +119,6 @@ class Library:
 
         A dry run asks no network: what is not here is `absent`, and named by what the configuration pins.
         """
-        from moend.models import hub
         from moend.models import load as models
 
         spec, method, bench = self._parts(config)
@@ -132,7 +131,7 @@ class Library:
             bench.check(arch, config.generation.max_new_tokens)
         expected, no_data, no_data_yet = self._once(_expected, bench, network)
         identity: dict[str, Any] = {"model": weights, "benchmark": _identity_of(bench), "method": method.version}
-        if missing and spec.source == "hub" and hub.is_off():
+        if missing and spec.source == "hub" and models.hub_is_off():
             unreadable = unreadable or missing
         infeasible = None
         full = cell = length = new = 0

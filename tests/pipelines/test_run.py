@@ -21,7 +21,7 @@ from pipelines.execution import runner as launcher
 from pipelines.execution import session as evaluate
 from pipelines.planning import planner
 from pipelines.reporting import report
-from pipelines.store import provenance
+from pipelines.results import aggregate as results
 from pipelines.store.cells import Lease, LeaseLost, Store
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
@@ -397,5 +397,5 @@ def test_calibrate_shows_and_writes_the_plan(runs: Runs, monkeypatch: pytest.Mon
 
 
 def test_the_commit_is_known_or_absent() -> None:
-    commit = provenance.commit()
+    commit = results.commit()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40

@@ -14,8 +14,8 @@ from moend.scoring.kvzip import attention_received
 def test_attention_received_is_a_restricted_softmax_and_two_maxima(window, monkeypatch):
     monkeypatch.setattr(kvzip, "QUERY_BLOCK", 3)
     torch.manual_seed(0)
-    sinks, chunk, own = (torch.randn(1, 2, n, 8) for n in (2, 7, 10))
-    query = torch.randn(1, 4, 8, 8)  # the newest 8 of 10
+    sinks, chunk, own = (torch.randn(2, n, 8) for n in (2, 7, 10))
+    query = torch.randn(4, 8, 8)  # the newest 8 of 10
     first, behind = 5, 20
     where = None if window is None else (window, first, behind)
     found = attention_received(query, sinks, chunk, own, 0.4, where)
@@ -27,19 +27,16 @@ def test_attention_received_is_a_restricted_softmax_and_two_maxima(window, monke
                 continue
             for t in range(8):
                 me = behind + 2 + t
-                keys = torch.cat([sinks[0, head], chunk[0, head], own[0, head]])
-                logits = (keys @ query[0, q, t]) * 0.4
+                keys = torch.cat([sinks[head], chunk[head], own[head]])
+                logits = (keys @ query[q, t]) * 0.4
                 for j, p in enumerate(at):
                     if p > me or (window is not None and me - p >= window):
                         logits[j] = -torch.inf
                 best = torch.maximum(best, logits.softmax(-1)[2:9])
-        torch.testing.assert_close(found[0, head], best)
+        torch.testing.assert_close(found[head], best)
 
 
-def test_scores_are_the_observation_and_padding_is_never_kept():
-    keys = torch.zeros(1, 2, 4, 8)
-    observed = {"reconstruction": torch.rand(1, 2, 4)}
-    positions = torch.tensor([[-1, 0, 1, 2]])
-    score = scorer("kvzip")(LayerView(0, keys, keys, positions, torch.tensor([3]), observed=observed))
-    assert bool((score[..., 0] == -torch.inf).all())
-    assert torch.equal(score[..., 1:], observed["reconstruction"][..., 1:])
+def test_scores_are_the_observation():
+    keys, observed = torch.zeros(2, 4, 8), {"reconstruction": torch.rand(2, 4)}
+    score = scorer("kvzip")(LayerView(0, keys, keys, torch.arange(4), 4, observed=observed))
+    assert torch.equal(score, observed["reconstruction"])

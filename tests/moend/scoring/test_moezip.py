@@ -144,15 +144,15 @@ def test_toy_ranking():
 
 def test_strongest_attention_is_the_largest_over_heads_of_the_full_matrix():
     torch.manual_seed(0)
-    q, k = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 70, 8)
+    q, k = torch.randn(4, 40, 8), torch.randn(2, 70, 8)
     for window in (None, 16):
-        full = (q @ k.repeat_interleave(2, 1).mT) * 0.3
+        full = (q @ k.repeat_interleave(2, 0).mT) * 0.3
         me, at = torch.arange(30, 70)[:, None], torch.arange(70)
         hidden = (at > me) if window is None else (at > me) | (me - at >= window)
         full = full.masked_fill(hidden, -torch.inf).softmax(-1)
         found = strongest_attention(q, k, 25, 0.3, window)
-        torch.testing.assert_close(found, full.amax(1)[..., :25])
-        assert float((found - full.mean(1)[..., :25]).abs().max()) > 0.01  # a mean would be another method
+        torch.testing.assert_close(found, full.amax(0)[..., :25])
+        assert float((found - full.mean(0)[..., :25]).abs().max()) > 0.01  # a mean would be another method
 
 
 def test_propagation_is_the_double_sum():
@@ -160,21 +160,21 @@ def test_propagation_is_the_double_sum():
     attention, gates = torch.rand(3, 5, 11), torch.randn(3, 5, 4).softmax(-1)
     total = Propagation(11, "softmax")
     for a, g in zip(attention, gates, strict=True):
-        total.add(a[None, :2], g[None, :2])  # in pieces
-        total.add(a[None, 2:], g[None, 2:])
+        total.add(a[:2], g[:2])  # in pieces
+        total.add(a[2:], g[2:])
     f = [[1 - sum(x * x for x in g) for g in layer] for layer in gates.tolist()]
     r = [sum(f[layer][t] * attention[layer, t, i].item() for layer in range(3) for t in range(5)) for i in range(11)]
     above = sum(v > 0.85 * 0.75 for layer in f for v in layer) / 15
     assert 0 < above < 1
     found = total.result()
-    torch.testing.assert_close(found[0, 0], torch.tensor(r))
-    torch.testing.assert_close(found[0, 1], torch.full((11,), above))
+    torch.testing.assert_close(found[0], torch.tensor(r))
+    torch.testing.assert_close(found[1], torch.full((11,), above))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -0.5])
 def test_attention_that_is_none_is_refused(bad):
     with pytest.raises(ValueError, match="attention"):
-        Propagation(2, "softmax").add(torch.tensor([[[0.1, bad]]]), torch.tensor([[[0.5, 0.5]]]))
+        Propagation(2, "softmax").add(torch.tensor([[0.1, bad]]), torch.tensor([[0.5, 0.5]]))
 
 
 def test_no_instruction_token_is_a_users_mistake():
@@ -198,16 +198,16 @@ def test_settings():
 
 def view(base: torch.Tensor, received: torch.Tensor, gamma: float) -> LayerView:
     heads, n = base.shape
-    keys = torch.zeros(1, heads, n, 4)
-    routing = torch.stack([received, torch.full((n,), gamma)])[None]
-    observed = {"reconstruction": base[None], "routing_query": routing}
-    return LayerView(0, keys, keys, torch.arange(n)[None], torch.tensor([n]), observed=observed)
+    keys = torch.zeros(heads, n, 4)
+    routing = torch.stack([received, torch.full((n,), gamma)])
+    observed = {"reconstruction": base, "routing_query": routing}
+    return LayerView(0, keys, keys, torch.arange(n), n, observed=observed)
 
 
 def test_anchors_are_in_every_head_and_the_rest_is_the_bases():
     torch.manual_seed(2)
     base, received = torch.rand(2, 300), torch.rand(300)
-    score = scorer("moezip")(view(base, received, 1.0))[0]
+    score = scorer("moezip")(view(base, received, 1.0))
     kept = score.topk(256).indices
     anchors = set(received.topk(64).indices.tolist())
     for h in range(2):
@@ -219,7 +219,7 @@ def test_diagnostics():
     torch.manual_seed(3)
     base, received = torch.rand(2, 300), torch.rand(300)
     made = scorer("moezip")
-    score = made(view(base, received, 0.0))[0]
+    score = made(view(base, received, 0.0))
     routing = torch.stack([received, torch.zeros(300)])
     kept, own = score.topk(100).indices.sort().values, base.topk(100).indices.sort().values
     found = made.diagnostics(routing, [kept, kept], [own, own])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from moend.budget import Arch, Budget
 from moend.methods.bind import bind, method
 from moend.scoring import LayerView, scorer
 from tests.moend.scoring.decoding import Pass, check
-from tests.moend.scoring.views import row, view
+from tests.moend.scoring.views import asked, view
 from tests.tiny import tiny
 
 ARCH = Arch(3, 4, 2, 16, 4096)
@@ -25,11 +27,9 @@ def test_by_hand() -> None:
     four: 1/9, 5/9, 1/9, 2/9 against 1/4: all but the second are below. Not below: 0, 2, 0 and (the query before it
     included) 1 times.
     """
-    keys = torch.tensor([1.0, 5.0, 1.0, 2.0]).log()[None, None, :, None]
-    v = LayerView(
-        0, keys, keys, torch.arange(4)[None], torch.tensor([4]), torch.ones(1, 1, 2, 1), torch.tensor([[2, 3]])
-    )
-    got = scorer("scissorhands", window=2)(v)[0, 0]
+    keys = torch.tensor([1.0, 5.0, 1.0, 2.0]).log()[None, :, None]
+    v = LayerView(0, keys, keys, torch.arange(4), 4, torch.ones(1, 2, 1))
+    got = scorer("scissorhands", window=2)(v)[0]
     assert got.floor().tolist() == [0, 2, 0, 1]
     assert got[2] > got[0]  # ties go to the newer
     m = method("Scissorhands")
@@ -50,22 +50,29 @@ def counts(attention: torch.Tensor, queries: list[int], keys: list[int]) -> list
 
 @pytest.mark.req(20)
 @settings(deadline=None, max_examples=15)
-@given(st.integers(3, 14), st.integers(0, 5), st.integers(0, 99), st.integers(1, 5))
-def test_formula(n: int, padding: int, seed: int, window: int) -> None:
-    padding, window = min(padding, n - 1), min(window, n)
-    v = view(n, padding=padding, seed=seed, window=window)
+@given(st.integers(3, 14), st.integers(0, 99), st.integers(1, 5))
+def test_formula(n: int, seed: int, window: int) -> None:
+    v = view(n, seed=seed, window=window)
     got = scorer("scissorhands", window=window)(v)
-    assert v.queries is not None and v.query_positions is not None
-    for b in range(2):
-        first = padding if b == 0 else 0
-        keys = list(range(n - first))
-        rows = [i for i in range(window) if v.query_positions[b, i] >= 0]
-        at = [int(v.query_positions[b, i]) for i in rows]
-        for h in range(2):
-            logits = v.queries[b, 3 * h : 3 * h + 3][:, rows] @ v.keys[b, h, first:].T * v.scaling
-            logits = logits.masked_fill(torch.tensor(keys) > torch.tensor(at)[:, None], -torch.inf)
-            assert got[b, h, first:].floor().tolist() == counts(logits.softmax(-1), at, keys)
-    torch.testing.assert_close(scorer("scissorhands", window=window)(row(v, 0, padding)), got[:1, :, padding:])
+    assert v.queries is not None
+    keys, at = list(range(n)), asked(v, window)
+    for h in range(2):
+        logits = v.queries[3 * h : 3 * h + 3] @ v.keys[h].T * v.scaling
+        logits = logits.masked_fill(torch.tensor(keys) > torch.tensor(at)[:, None], -torch.inf)
+        assert got[h].floor().tolist() == counts(logits.softmax(-1), at, keys)
+
+
+def test_a_query_that_sees_no_entry_finds_none_unimportant() -> None:
+    """Only the newest two of six are held: the first two of four queries see nothing."""
+    v = view(6, window=4)
+    held = replace(v, keys=v.keys[:, 4:], values=v.values[:, 4:], positions=v.positions[4:])
+    got = scorer("scissorhands", window=4)(held)
+    assert got.isfinite().all()
+    assert v.queries is not None
+    logits = v.queries.view(2, 3, 4, -1)[:, :, 2:] @ held.keys[:, None].mT * v.scaling
+    for h in range(2):
+        own = logits[h].masked_fill(torch.tensor([[False, True], [False, False]]), -torch.inf).softmax(-1)
+        assert got[h].floor().tolist() == [x + 3 * 2 for x in counts(own, [4, 5], [4, 5])]
 
 
 def unimportant_go(run: Pass, layer: int, h: int, held: list[int], keep: int) -> list[int]:

@@ -12,43 +12,37 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moend.scoring import LayerView, scorer
-from tests.moend.scoring.views import row, view
+from tests.moend.scoring.views import asked, view
 
 
 def naive(v: LayerView, window: int, pool: str, kernel: int) -> Tensor:
     """Explicit loops; the window is given as inf."""
-    assert v.queries is not None and v.query_positions is not None
-    batch, heads, n, _ = v.keys.shape
-    group = v.queries.shape[1] // heads
-    out = torch.full((batch, heads, n), -math.inf)
-    for b in range(batch):
-        columns = [i for i in range(n) if v.positions[b, i] >= 0]
-        rows = [i for i in range(v.queries.shape[2]) if v.query_positions[b, i] >= 0][-window:]
-        for h in range(heads):
-            mean = torch.zeros(n)
-            for g in range(group):
-                for i in rows:
-                    seen = [c for c in columns if v.positions[b, c] <= v.query_positions[b, i]]
-                    logits = torch.stack([v.queries[b, h * group + g, i] @ v.keys[b, h, c] * v.scaling for c in seen])
-                    mean[seen] += logits.softmax(0) / (len(rows) * group)
-            old = [c for c in columns if v.positions[b, c] < v.now[b] - window]
-            for c in columns:
-                if c not in old:
-                    out[b, h, c] = math.inf
-                    continue
-                near = [float(mean[x]) if x in old else 0.0 for x in range(c - kernel // 2, c + kernel // 2 + 1)]
-                out[b, h, c] = sum(near) / kernel if pool == "avg" else max(near)
+    assert v.queries is not None
+    heads, n, _ = v.keys.shape
+    group, rows = v.queries.shape[0] // heads, asked(v, window)
+    out = torch.full((heads, n), math.inf)
+    old = [c for c in range(n) if v.positions[c] < v.now - window]
+    for h in range(heads):
+        mean = torch.zeros(n)
+        for g in range(group):
+            for at in rows:
+                seen = [c for c in range(n) if v.positions[c] <= at]
+                query = v.queries[h * group + g, at - v.now]
+                logits = torch.stack([query @ v.keys[h, c] * v.scaling for c in seen])
+                mean[seen] += logits.softmax(0) / (len(rows) * group)
+        for c in old:
+            near = [float(mean[x]) if x in old else 0.0 for x in range(c - kernel // 2, c + kernel // 2 + 1)]
+            out[h, c] = sum(near) / kernel if pool == "avg" else max(near)
     return out
 
 
 @pytest.mark.req(20)
 @pytest.mark.parametrize("pool", ["avg", "max"])
 @pytest.mark.parametrize(("window", "kernel"), [(4, 5), (3, 7), (4, 1), (30, 5)])
-@pytest.mark.parametrize("padding", [0, 3])
-def test_formula(pool: str, window: int, kernel: int, padding: int) -> None:
-    v = view(23, padding=padding, start=0, window=min(window, 23))
+def test_formula(pool: str, window: int, kernel: int) -> None:
+    v = view(23, window=window)
     got = scorer("snapkv", window=window, pool=pool, kernel=kernel)(v)
-    assert got.shape == (2, 2, 23) and got.dtype == torch.float32
+    assert got.shape == (2, 23) and got.dtype == torch.float32
     want = naive(v, window, pool, kernel)
     inside = want == math.inf
     assert (got[inside] > 1).all() and (got[~inside] <= 1).all()
@@ -58,46 +52,29 @@ def test_formula(pool: str, window: int, kernel: int, padding: int) -> None:
 @pytest.mark.req(20)
 def test_by_hand() -> None:
     """One head, window 1: logits 0, ln 2, 0, ln 4, 0 give attention 1/9 2/9 1/9 4/9 1/9; the last is the window."""
-    keys = torch.tensor([0.0, math.log(2), 0.0, math.log(4), 0.0])[None, None, :, None]
-    v = LayerView(
-        0,
-        keys,
-        keys,
-        torch.arange(5)[None],
-        torch.tensor([5]),
-        queries=torch.ones(1, 1, 1, 1),
-        query_positions=torch.tensor([[4]]),
-    )
-    avg = scorer("snapkv", window=1, kernel=3)(v)[0, 0]
+    keys = torch.tensor([0.0, math.log(2), 0.0, math.log(4), 0.0])[None, :, None]
+    v = LayerView(0, keys, keys, torch.arange(5), 5, queries=torch.ones(1, 1, 1))
+    avg = scorer("snapkv", window=1, kernel=3)(v)[0]
     assert torch.allclose(avg[:4], torch.tensor([3.0, 4.0, 7.0, 5.0]) / 27)
-    most = scorer("snapkv", window=1, kernel=3, pool="max")(v)[0, 0]
+    most = scorer("snapkv", window=1, kernel=3, pool="max")(v)[0]
     assert torch.allclose(most[:4], torch.tensor([2.0, 2.0, 4.0, 4.0]) / 9)
     assert avg[4] > 1 and most[4] > 1
 
 
 @settings(deadline=None, max_examples=25)
-@given(padding=st.integers(0, 12), seed=st.integers(0, 99), pool=st.sampled_from(["avg", "max"]), n=st.integers(5, 20))
-def test_invariants(padding: int, seed: int, pool: str, n: int) -> None:
-    padding = min(padding, n - 1)
+@given(seed=st.integers(0, 99), pool=st.sampled_from(["avg", "max"]), n=st.integers(5, 20))
+def test_invariants(seed: int, pool: str, n: int) -> None:
     snap = scorer("snapkv", window=4, pool=pool)
-    v = view(n, padding=padding, seed=seed)
-    keys, queries = v.keys.clone(), v.queries.clone() if v.queries is not None else None
+    v = view(n, seed=seed)
+    assert v.queries is not None
+    keys, queries = v.keys.clone(), v.queries.clone()
     got = snap(v)
-    assert torch.equal(snap(v), got) and torch.equal(v.keys, keys)
-    assert queries is not None and v.queries is not None and torch.equal(v.queries, queries)
-    torch.testing.assert_close(snap(row(v, 0, padding)), got[:1, :, padding:])
-    torch.testing.assert_close(snap(row(v, 1)), got[1:])
-    assert torch.equal(got == -torch.inf, (v.positions < 0)[:, None].expand_as(got))
+    assert torch.equal(snap(v), got) and torch.equal(v.keys, keys) and torch.equal(v.queries, queries)
     # The window always stays: any budget of at least its size takes all of it, newest first below that.
-    order = got[1, 0].argsort(descending=True)
+    order = got[1].argsort(descending=True)
     assert order[:4].tolist() == [n - 1, n - 2, n - 3, n - 4]
     # More queries than the window asks for change nothing.
-    assert v.query_positions is not None
-    more = replace(
-        v,
-        queries=torch.cat((torch.randn_like(v.queries), v.queries), 2),
-        query_positions=torch.cat((torch.full((2, 4), -1), v.query_positions), 1),
-    )
+    more = replace(v, queries=torch.cat((torch.randn_like(v.queries), v.queries), 1))
     torch.testing.assert_close(snap(more), got)
 
 

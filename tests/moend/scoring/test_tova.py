@@ -14,7 +14,7 @@ from moend.budget import Arch, Budget
 from moend.methods.bind import bind, method
 from moend.scoring import LayerView, scorer
 from tests.moend.scoring.decoding import Pass, check
-from tests.moend.scoring.views import row, view
+from tests.moend.scoring.views import view
 from tests.tiny import tiny
 
 ARCH = Arch(3, 4, 2, 16, 4096)
@@ -23,40 +23,28 @@ ARCH = Arch(3, 4, 2, 16, 4096)
 @pytest.mark.req(20)
 def test_by_hand() -> None:
     """Two heads: attention 1/4 1/4 1/2 and 1/2 1/3 1/6 have the mean 9/24 7/24 8/24, so the second token goes."""
-    keys = torch.tensor([[1.0, 1.0, 2.0], [3.0, 2.0, 1.0]]).log()[None, :, :, None]
-    queries = torch.ones(1, 2, 1, 1)
-    at = torch.tensor([[2]])
-    v = LayerView(0, keys, keys, torch.arange(3)[None], torch.tensor([3]), queries, at)
-    got = scorer("tova")(v)
-    assert got.shape == (1, 1, 3)
-    torch.testing.assert_close(got[0, 0], torch.tensor([9.0, 7.0, 8.0]) / 24)
+    keys = torch.tensor([[1.0, 1.0, 2.0], [3.0, 2.0, 1.0]]).log()[:, :, None]
+    got = scorer("tova")(LayerView(0, keys, keys, torch.arange(3), 3, torch.ones(2, 1, 1)))
+    assert got.shape == (1, 3)
+    torch.testing.assert_close(got[0], torch.tensor([9.0, 7.0, 8.0]) / 24)
     m = method("TOVA")
     assert (m.n_sink, m.recent, m.schedule, m.beta) == (0, 0, "every", 1)
 
 
 @pytest.mark.req(20)
 @settings(deadline=None, max_examples=25)
-@given(st.integers(2, 20), st.integers(0, 6), st.integers(0, 99))
-def test_formula(n: int, padding: int, seed: int) -> None:
-    padding = min(padding, n - 1)
-    v = view(n, padding=padding, seed=seed, window=1)
+@given(st.integers(2, 20), st.integers(0, 99))
+def test_formula(n: int, seed: int) -> None:
+    v = view(n, seed=seed, window=1)
     got = scorer("tova")(v)
     assert v.queries is not None
-    for b in range(2):
-        first = padding if b == 0 else 0
-        mean = torch.zeros(n - first)
-        for head in range(6):
-            logits = [float(v.queries[b, head, 0] @ v.keys[b, head // 3, i]) * v.scaling for i in range(first, n)]
-            mean += torch.tensor(logits).softmax(0) / 6
-        torch.testing.assert_close(got[b, 0, first:], mean, atol=1e-6, rtol=1e-5)
-        assert math.isclose(float(got[b, 0, first:].sum()), 1, rel_tol=1e-5)
-    torch.testing.assert_close(scorer("tova")(row(v, 0, padding)), got[:1, :, padding:])
-    assert v.query_positions is not None
-    more = replace(
-        v,
-        queries=torch.cat((torch.randn_like(v.queries), v.queries), 2),
-        query_positions=torch.cat((v.query_positions - 1, v.query_positions), 1),
-    )
+    mean = torch.zeros(n)
+    for head in range(6):
+        logits = [float(v.queries[head, 0] @ v.keys[head // 3, i]) * v.scaling for i in range(n)]
+        mean += torch.tensor(logits).softmax(0) / 6
+    torch.testing.assert_close(got[0], mean, atol=1e-6, rtol=1e-5)
+    assert math.isclose(float(got.sum()), 1, rel_tol=1e-5)
+    more = replace(v, queries=torch.cat((torch.randn_like(v.queries), v.queries), 1))
     torch.testing.assert_close(scorer("tova")(more), got)
 
 

@@ -13,11 +13,11 @@ from moend.scoring import LayerView
 
 
 def roped(x: Tensor, positions: Tensor, rot: Rotary) -> Tensor:
-    """x (B, H, n, d) turned by positions (B, n), pair by pair, in float64."""
+    """x (H, n, d) turned by positions (n,), pair by pair, in float64."""
     out = x.double().clone()
     r = rot.dim // 2
     for f in range(r):
-        angle = positions.double()[:, None] * rot.inv_freq[f].double()
+        angle = positions.double() * rot.inv_freq[f].double()
         a, b = x[..., f].double(), x[..., f + r].double()
         out[..., f] = rot.scaling * (a * angle.cos() - b * angle.sin())
         out[..., f + r] = rot.scaling * (b * angle.cos() + a * angle.sin())
@@ -27,64 +27,48 @@ def roped(x: Tensor, positions: Tensor, rot: Rotary) -> Tensor:
 def view(
     n: int = 23,
     *,
-    batch: int = 2,
     heads: int = 2,
     group: int = 3,
     still: int = 0,
     r: int = 3,
     window: int = 4,
     scaling: float = 1.2,
-    padding: int = 0,
     start: int = 0,
     seed: int = 0,
     **changes: Any,
 ) -> LayerView:
-    """A prompt of n tokens from position `start`, with `padding` left-padding columns in row 0 only."""
+    """A prompt of n tokens from position `start`; the last `window` queries, or all where it is shorter."""
     g = torch.Generator().manual_seed(seed)
-    d, hq = 2 * (r + still), heads * group
+    d, hq, window = 2 * (r + still), heads * group, min(window, n)
     rot = Rotary(1.0 / 50.0 ** (torch.arange(r) / r), scaling, 2 * r)
-    keys, values = torch.randn(batch, heads, n, d, generator=g), torch.randn(batch, heads, n, d, generator=g)
-    queries = torch.randn(batch, hq, window, d, generator=g)
+    keys, values = torch.randn(heads, n, d, generator=g), torch.randn(heads, n, d, generator=g)
+    queries = torch.randn(hq, window, d, generator=g)
     mean = torch.randn(2, hq, d // 2, generator=g)
     extra = torch.rand(hq, d // 2, generator=g)
-    pads = torch.tensor([padding] + [0] * (batch - 1))[:, None]
-    at = torch.arange(n)[None] - pads
-    positions = torch.where(at >= 0, at + start, -1)
+    positions = torch.arange(start, start + n)
     made = LayerView(
         layer=1,
         keys=roped(keys, positions, rot),
         values=values,
         positions=positions,
-        now=n - pads[:, 0] + start,
+        now=n + start,
         queries=queries,
-        query_positions=positions[:, -window:],
         scaling=d**-0.5,
         rotary=rot,
         statistics={"mean_real": mean[0], "mean_imag": mean[1], "mean_abs": mean.norm(dim=0) + extra},
         seed=7,
         observed={
-            "accumulated": torch.rand(batch, heads, n, generator=g),
-            "reconstruction": torch.rand(batch, heads, n, generator=g),
-            "routing_query": torch.rand(batch, 2, n, generator=g),
-            "routing_recon": torch.rand(batch, 2, n, generator=g),
+            "accumulated": torch.rand(heads, n, generator=g),
+            "reconstruction": torch.rand(heads, n, generator=g),
+            "routing_query": torch.rand(2, n, generator=g),
+            "routing_recon": torch.rand(2, n, generator=g),
         },
     )
     return replace(made, **changes)
 
 
-def row(v: LayerView, b: int, skip: int = 0) -> LayerView:
-    """One row alone, without its first `skip` columns."""
-
-    def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[b : b + 1]
-
-    return replace(
-        v,
-        keys=v.keys[b : b + 1, :, skip:],
-        values=v.values[b : b + 1, :, skip:],
-        positions=v.positions[b : b + 1, ..., skip:],
-        now=v.now[b : b + 1],
-        queries=cut(v.queries),
-        query_positions=cut(v.query_positions),
-        observed={name: seen[b : b + 1, ..., skip:] for name, seen in v.observed.items()},
-    )
+def asked(v: LayerView, window: int) -> list[int]:
+    """Positions of the queries among the last `window` that there are."""
+    assert v.queries is not None
+    width = min(window, v.queries.shape[1])
+    return list(range(v.now - width, v.now))
