@@ -43,11 +43,11 @@ def stages(command: list[str]) -> dict[str, float | int]:
     clock = [time.perf_counter()]
     assert run_hydra(keep, command) == 0
     clock.append(time.perf_counter())
-    from pipelines.execution import session as evaluate
+    from pipelines.execution.session import Library
     from pipelines.planning import planner
 
     clock.append(time.perf_counter())
-    plan = planner.make_plan(points, evaluate.Library())
+    plan = planner.make_plan(points, Library())
     clock.append(time.perf_counter())
     seconds = [round(b - a, 3) for a, b in itertools.pairwise(clock)]
     named = dict(zip(("compose", "imports", "plan"), seconds, strict=True))

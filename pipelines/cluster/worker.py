@@ -23,6 +23,7 @@ from pipelines.cluster import snapshot
 from pipelines.cluster.jobs import End, Kind, Started, Submitted
 from pipelines.execution import session as evaluate
 from pipelines.planning import identity, planner
+from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.planner import Plan
 from pipelines.store.cells import CorruptRecords, Process, Store, read_json
 
@@ -184,7 +185,7 @@ class Run(Work):
         library = evaluate.Library()
         plan = self.plan(frozen, list(self.cells), library)
 
-        def missing(need: evaluate.CalibrationNeed) -> str:
+        def missing(need: CalibrationNeed) -> str:
             end = self.sweep.end(f"calibration-{need.key}")
             why = f": {end.reason} (log: {end.log})" if end else ""
             return f"calibration {need.kind} [{need.key}] is not there{why}"

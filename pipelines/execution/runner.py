@@ -23,8 +23,8 @@ from pipelines.cli import terminal
 from pipelines.cli.hydra import Point, command
 from pipelines.cli.terminal import say
 from pipelines.execution import session as evaluate
-from pipelines.execution.session import CalibrationNeed
 from pipelines.planning import planner
+from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.planner import Cell, Plan, State
 from pipelines.results import aggregate as results
 from pipelines.store.cells import Busy, CorruptRecords, LeaseLost, RecordKey, Shard, held, write_json

@@ -17,9 +17,10 @@ from rich.table import Table
 from moend.errors import UserError
 from pipelines.cli.hydra import Point
 from pipelines.cli.terminal import budget, question, say, size
-from pipelines.execution.session import CalibrationNeed, Facts, Library
 from pipelines.planning import identity
 from pipelines.planning.estimate import estimate
+from pipelines.planning.facts import Facts, Planner
+from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.schema import RunConfig, validate
 from pipelines.store.cells import CorruptRecords, RecordKey, Store
 
@@ -129,7 +130,7 @@ class Plan:
         )
 
 
-def make_plan(points: Sequence[Point], library: Library) -> Plan:
+def make_plan(points: Sequence[Point], library: Planner) -> Plan:
     """Type, identify and place every point. Raises UserError before anything is written."""
     configs = [validate(p) for p in points]
     for shared in ("paths", "dry_run", "cluster", "tracking"):

@@ -161,7 +161,7 @@ def rescore(store: Store, manifest: dict[str, Any]) -> list[Rescored]:
     A rewritten result names under `rescored` the scorer version of the run and the one that counts now, when, and how
     many records changed. Incomplete cells stay as they are.
     """
-    from pipelines.execution import session as evaluate
+    from pipelines.results import rescore
 
     found = []
     for cell in manifest["cells"]:
@@ -169,11 +169,11 @@ def rescore(store: Store, manifest: dict[str, Any]) -> list[Rescored]:
         if (before := folder.result()) is None:
             continue
         records = folder.records()
-        scored = evaluate.rescore(cell, records)
+        scored = rescore.rescore(cell, records)
         # of the run that produced the records
         kept = {k: before[k] for k in ("versions", "commit", "machine", "finished") if k in before}
         result = results.aggregate(cell, scored) | kept
-        ran, now = result["scorer_version"], evaluate.scorer_version(cell)
+        ran, now = result["scorer_version"], rescore.scorer_version(cell)
         changed = sum(new["score"] != old["score"] for new, old in zip(scored, records, strict=True))
         if scored != records or now != ran:
             mark = {"from": ran, "to": now, "changed": changed}

@@ -83,9 +83,9 @@ def _quantised(result: dict[str, Any]) -> bool:
 
 def _broken_quantiser(store: Store, key: str | None) -> str | None:
     """Why what a quantiser stored gets no place in a table, by its agreement artefact; older cells have none."""
-    from pipelines.execution import session as evaluate
+    from pipelines.execution import calibrations
 
-    return None if key is None else evaluate.broken_quantiser(store.calibration(key))
+    return None if key is None else calibrations.broken_quantiser(store.calibration(key))
 
 
 _OF_METHOD = ("method.", "calibrations.")
@@ -145,11 +145,11 @@ def compared(store: Store, found: Sequence[Row]) -> list[Delta]:
 
 def records(store: Store, row: Row) -> list[dict[str, Any]]:
     """A complete cell's records; where its scores were computed again, with those and not the first ones."""
-    from pipelines.execution import session as evaluate
+    from pipelines.results import rescore
 
     found = store.cell(row.key).records()
     again = row.result is not None and row.result.get("rescored")
-    return evaluate.rescore({"payload": row.payload, "info": row.info}, found) if again else found
+    return rescore.rescore({"payload": row.payload, "info": row.info}, found) if again else found
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Sweep:
         return records(self.store, row)
 
     def kept(self, row: Row) -> dict[str, Any] | None:
-        """Where the kept entries of a cell's first example lie, if its records hold that (`evaluate.KEPT_BINS`)."""
+        """Where the kept entries of a cell's first example lie, if its records hold that (`execution.records`)."""
         for path in sorted((self.store.cell(row.key).folder / "records").glob("*-of-*.jsonl")):
             with path.open(encoding="utf-8") as lines:
                 for line in lines:

@@ -13,8 +13,9 @@ import numpy as np
 
 from moend.budget import Budget
 from moend.errors import Infeasible, UserError
-from pipelines.execution.session import CalibrationNeed, Facts
 from pipelines.planning import identity
+from pipelines.planning.facts import Facts
+from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.schema import RunConfig
 
 
@@ -124,12 +125,13 @@ def sensitivity(folder: Path) -> dict[str, Any]:
 
 def install(monkeypatch: Any, **attributes: Any) -> Library:
     """Make the launcher use one stub library, and return it."""
+    from pipelines.execution import calibrations
     from pipelines.execution import session as evaluate
 
     library = Library()
     for name, value in attributes.items():
         setattr(library, name, value)
     monkeypatch.setattr(evaluate, "Library", lambda: library)
-    monkeypatch.setattr(evaluate, "single_operations", single_operations)
-    monkeypatch.setattr(evaluate, "sensitivity", sensitivity)
+    monkeypatch.setattr(calibrations, "single_operations", single_operations)
+    monkeypatch.setattr(calibrations, "sensitivity", sensitivity)
     return library

@@ -15,8 +15,8 @@ import pytest
 from moend.methods import bind as methods
 from pipelines import run
 from pipelines.cli.hydra import config_folder
-from pipelines.execution.session import Library
 from pipelines.planning import identity
+from pipelines.planning.parts import parts
 from pipelines.planning.schema import validate
 from tests.pipelines.conftest import Runs, compose_points
 
@@ -33,7 +33,7 @@ def test_every_option_composes_and_binds(option: str, tmp_path: Path) -> None:
     extra = ["model.id=owner/name"] if option == "model=hf" else []
     (point,) = compose_points([option, *extra, "dry_run=true"])
     config = validate(point)
-    spec, method, bench = Library()._parts(config)
+    spec, method, bench = parts(config)
     assert (spec.name, method.name, bench.name) == tuple(point.choices[g] for g in ("model", "method", "benchmark"))
     identity.canonical(config.model_dump())
 

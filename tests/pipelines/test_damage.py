@@ -15,8 +15,8 @@ from moend.calibration import DamageSettings
 from moend.calibration.damage import repeated
 from moend.models import load as models
 from pipelines import run
-from pipelines.execution import calibrate
-from pipelines.execution import session as evaluate
+from pipelines.execution import calibrate, calibrations
+from pipelines.planning.facts import Facts, Planner
 from pipelines.planning.schema import validate
 from tests.pipelines.conftest import compose_points
 
@@ -86,9 +86,9 @@ def test_heads_are_measured_shown_and_routed(tmp_path: Path, capsys: pytest.Capt
 KINDS = ("text", "recall")
 
 
-def facts(*args: str) -> evaluate.Facts:
+def facts(*args: str) -> Facts:
     (point,) = compose_points([*SMALL, "method=ripple_2d", *args])
-    return evaluate.Library().facts(validate(point), point.choices)
+    return Planner().facts(validate(point), point.choices)
 
 
 def test_every_setting_enters_the_identity() -> None:
@@ -130,7 +130,7 @@ def test_no_window_is_of_the_test_split() -> None:
     spec = models.spec("smollm2_135m")
     loaded = SimpleNamespace(tokenizer=Letters(), spec=spec, arch=SimpleNamespace(max_positions=8192))
     s = DamageSettings(examples=4)
-    ids = evaluate._examples(loaded, s, 8, "calibration.damage")  # type: ignore[arg-type]
+    ids = calibrations._examples(loaded, s, 8, "calibration.damage")  # type: ignore[arg-type]
     assert ids.shape == (8, s.prefix + s.window)
     assert (ids[:, 0] == 0).all()
     own, other = text.part("calibration"), text.part("test")

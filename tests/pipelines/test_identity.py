@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moend.errors import UserError
 from pipelines.cli.hydra import leaves
-from pipelines.execution.session import Library
 from pipelines.planning import identity
+from pipelines.planning.facts import Planner
 from pipelines.planning.schema import validate
 from tests.pipelines.conftest import compose_points
 
@@ -106,6 +106,6 @@ def _set(config: Any, path: str, value: Any) -> None:
 
 def test_a_benchmark_counts_by_its_samples_not_by_how_they_were_asked_for() -> None:
     points = compose_points(["benchmark=niah", "benchmark.length=512", "benchmark.rows=3,4", "benchmark.limit=3,4"])
-    facts = [Library().facts(validate(p), p.choices) for p in points]
+    facts = [Planner().facts(validate(p), p.choices) for p in points]
     assert [len(f.expected) for f in facts] == [3, 4, 3, 4]
     assert facts[0].identity == facts[2].identity != facts[1].identity == facts[3].identity

@@ -16,8 +16,8 @@ from moend.budget import Arch
 from moend.methods.bind import Method
 from pipelines.cli import terminal
 from pipelines.execution import calibrate
-from pipelines.execution.session import Library
 from pipelines.planning import estimate, identity, planner
+from pipelines.planning.facts import Planner
 from pipelines.store.cells import Store
 from tests.pipelines.conftest import Runs, compose_points
 
@@ -26,7 +26,7 @@ FIXTURE = ["model=recall_moe", "benchmark=recall", "benchmark.rows=2", "benchmar
 
 def plan_of(tmp_path: Path, *args: str) -> planner.Plan:
     where = [f"paths.store={tmp_path / 'store'}", f"paths.cache={tmp_path / 'cache'}"]
-    return planner.make_plan(compose_points([*where, *args]), Library())
+    return planner.make_plan(compose_points([*where, *args]), Planner())
 
 
 def test_full_is_one_cell_whatever_would_be_cut(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 from moend.benchmarks.recall import Recall
 from moend.models import load as models
 from pipelines import run
-from pipelines.execution import session as evaluate
+from pipelines.planning import facts, parts
 from pipelines.reporting import report
 from pipelines.reporting.figures import niah_heatmap
 from pipelines.results import aggregate as results
+from pipelines.results import rescore
 from tests.pipelines.conftest import Runs
 
 
@@ -39,8 +40,8 @@ def store(ran: Path, tmp_path: Path, undrawn: None) -> Path:
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     """As in a new process."""
-    evaluate._benchmark.cache_clear()
-    evaluate._benchmark_identity.cache_clear()
+    for cache in (parts.benchmark, facts._benchmark_identity, rescore._benchmark, rescore._identity):
+        cache.cache_clear()
 
 
 def rescored(store: Path) -> dict[str, dict[str, Any]]:
@@ -103,7 +104,7 @@ def test_records_are_enough_where_the_data_are_gone(tmp_path: Path, capsys: pyte
     (path,) = (store / "cells").glob("*/records/*.jsonl")
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "text": "nothing"}) + "\n")
-    evaluate._benchmark.cache_clear()
+    rescore._benchmark.cache_clear()
     assert rescored(store)["full"]["score"] == 0
     assert record["score"] == 1 and record["gold"] == ["4 1"]
 

@@ -18,10 +18,10 @@ from moend.benchmarks import benchmark
 from moend.errors import UserError
 from pipelines.execution import calibrate
 from pipelines.execution import runner as launcher
-from pipelines.execution import session as evaluate
 from pipelines.planning import planner
 from pipelines.reporting import report
 from pipelines.results import aggregate as results
+from pipelines.results import rescore as rescoring
 from pipelines.store.cells import Lease, LeaseLost, Store
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
@@ -31,12 +31,13 @@ SWEEP = ("method=full,1d,2d,2d_hetero", "budget=10%,25%", "-m")
 STUB_MAIN = """
 import sys
 from pipelines import run
+from pipelines.execution import calibrations
 from pipelines.execution import session as evaluate
 from pipelines.reporting import figures
 from tests.pipelines import stub
 figures.pictures = lambda sweep: []  # drawing is slow, and nobody looks at them
-evaluate.Library, evaluate.single_operations = stub.Library, stub.single_operations
-evaluate.sensitivity = stub.sensitivity
+evaluate.Library, calibrations.single_operations = stub.Library, stub.single_operations
+calibrations.sensitivity = stub.sensitivity
 sys.exit(run.main())
 """
 
@@ -279,7 +280,7 @@ def test_report_rebuilds_everything_from_files(runs: Runs) -> None:
 
 def test_scores_are_recomputed_from_records_without_a_model(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs("method=1d") == 0
-    monkeypatch.setattr(evaluate, "rescore", lambda cell, records: [{**r, "score": 0.5} for r in records])
+    monkeypatch.setattr(rescoring, "rescore", lambda cell, records: [{**r, "score": 0.5} for r in records])
     assert report.main([f"paths.store={runs.store}", "rescore=true"]) == 0
     (result,) = cells(runs.store).values()
     assert result["score"] == 0.5
@@ -292,7 +293,7 @@ def test_scores_computed_again_are_those_of_the_differences_too(runs: Runs, monk
     def again(cell: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**r, "score": 0.75 if cell["info"]["method"] == "1d" else 0.25} for r in records]
 
-    monkeypatch.setattr(evaluate, "rescore", again)
+    monkeypatch.setattr(rescoring, "rescore", again)
     arguments = [f"paths.store={runs.store}", "rescore=true"]
     assert report.main(arguments) == 0
     assert "2 of 2 results changed" in runs.capsys.readouterr().out
@@ -313,13 +314,13 @@ def test_scores_are_not_computed_again_from_other_data(tmp_path: Path) -> None:
     cell = {"info": {"benchmark_config": config, "label": "1d"}, "payload": {"facts": {"benchmark": {"data": data}}}}
     kept = {"text": "4 1", "gold": ["4 1"], "scored_meta": {}, "finish_reason": "eos"}
     (record,) = ({"task": s.task, "id": s.id, **kept} for s in benchmark(config).samples())
-    evaluate._benchmark.cache_clear()
-    assert evaluate.rescore(cell, [record])[0]["score"] == 1
+    rescoring._benchmark.cache_clear()
+    assert rescoring.rescore(cell, [record])[0]["score"] == 1
     path.write_text(json.dumps({**row, "answer": "9 9"}))
-    for cache in (evaluate._benchmark, evaluate._benchmark_identity):
+    for cache in (rescoring._benchmark, rescoring._identity):
         cache.cache_clear()
     with pytest.raises(UserError, match="the data of recall changed since 1d was run"):
-        evaluate.rescore(cell, [record])
+        rescoring.rescore(cell, [record])
 
 
 @pytest.mark.parametrize("content", ["[]", ""])

@@ -140,7 +140,7 @@ def test_shards_without_work_are_left_out(tmp_path: Path) -> None:
 
 def test_calibrations_come_in_an_order_in_which_each_finds_what_it_reads(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "method=2d,2d_hetero", "budget=10%", "-m")
-    from pipelines.execution.session import CalibrationNeed
+    from pipelines.planning.needs import CalibrationNeed
 
     needs = tuple(CalibrationNeed(kind, f"key-{kind}", {}) for kind in ("queries", "sensitivity"))
     for cell, n in zip(plan.cells, (1, 2), strict=True):

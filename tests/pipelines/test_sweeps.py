@@ -12,8 +12,8 @@ import huggingface_hub
 import pytest
 
 from pipelines.cli.hydra import Point, run_hydra, sweep_folder
-from pipelines.execution.session import Library
 from pipelines.planning import planner
+from pipelines.planning.facts import Planner
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 
 NAMES = sorted(p.stem for p in sweep_folder().glob("*.yaml"))
@@ -59,7 +59,7 @@ def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def plan_of(points: list[Point], cold: Path) -> planner.Plan:
     paths = {"store": str(cold.parent / "store"), "cache": str(cold)}
     return planner.make_plan(
-        [dataclasses.replace(p, config={**p.config, "paths": paths, "dry_run": True}) for p in points], Library()
+        [dataclasses.replace(p, config={**p.config, "paths": paths, "dry_run": True}) for p in points], Planner()
     )
 
 
@@ -106,7 +106,7 @@ def test_table_2_is_planned_without_hub_or_weights(
 ) -> None:
     from pipelines.execution import session as evaluate
 
-    monkeypatch.setattr(evaluate, "Library", Library)  # the real one
+    monkeypatch.setattr(evaluate, "Library", Planner)  # the real one
     assert runs(*TABLE2, "dry_run=true", f"paths.cache={cold}", "-m") == 0
     assert "17 cells: 17 run (3 more points" in runs.out
     assert "prefills: 200 planned, 3,200 saved by sharing\n" in runs.out

@@ -83,7 +83,7 @@ def test_a_window_needs_a_prefix() -> None:
 def test_embedded_model_agrees_in_every_layout() -> None:
     """20 x 64 tokens on SmolLM2: at 8 bit at least 0.98 of them are full's, in each layout that a method stores."""
     from moend.calibration import AgreementSettings
-    from pipelines.execution.session import _examples
+    from pipelines.execution.calibrations import _examples
 
     cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
     loaded = models.load(models.spec("smollm2_135m"), cache)

@@ -1,0 +1,102 @@
+"""An outcome of the engine as a record: one line of a cell's records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from moend.benchmarks import Benchmark, Rendered, Sample
+    from moend.engine import Outcome
+    from moend.methods.bind import BoundMethod
+
+KEPT_BINS = 128
+
+
+def record(
+    out: Outcome,
+    bench: Benchmark,
+    sample: Sample,
+    rendered: Rendered,
+    bound: BoundMethod,
+    tokenizer: Any,
+    draw: int,
+    rows: int,
+) -> dict[str, Any]:
+    """What a cell keeps of one example and draw. rows: cells and draws that shared its prefill."""
+    if bench.kind == "nll":
+        scored: dict[str, Any] = {"score": out.answer_nll, "answer": None}
+    else:
+        finished = out.finish_reason != "length"
+        scored = bench.score(sample, out.text, finished=finished, opened=rendered.thinking)
+    fed = out.prompt_tokens - out.compressed_tokens
+    new = fed + max(rendered.max_new_tokens, len(rendered.gold_ids)) - 1
+    specs = bound.specs(out.compressed_tokens, new)
+    return {
+        "task": sample.task,
+        "id": sample.id,
+        "draw": draw,
+        "axes": sample.meta.get("axes"),
+        "gold": list(sample.gold),
+        "scored_meta": {k: sample.meta[k] for k in bench.scored_meta},
+        **scored,
+        "text": out.text,
+        "thinking": rendered.thinking,
+        "prompt_tokens": out.prompt_tokens,
+        "compressed_tokens": out.compressed_tokens,
+        "new_tokens": out.new_tokens,
+        "truncated": rendered.truncated,
+        "finish_reason": out.finish_reason if out.new_tokens else "none",
+        "answer_nll": out.answer_nll,
+        "token_accuracy": out.token_accuracy,
+        "compressed": out.compressed,
+        "eq1_bytes": out.eq1_bytes,
+        "resident_bytes": out.resident_bytes,
+        "resident_bytes_end": out.resident_bytes_end,
+        "resident_bytes_peak": out.resident_bytes_peak,
+        "resident_bytes_mean": out.resident_bytes_mean,
+        "full_bytes": out.full_bytes,
+        "requested": [min(s.tokens, out.compressed_tokens) for s in specs],
+        "entries": out.entries,
+        "effective_keep": [round(x, 6) for x in out.effective_keep],
+        "k_bits": out.k_bits,
+        "v_bits": out.v_bits,
+        "diagnostics": out.diagnostics,
+        "kept": _kept(out, rendered.ids, sample, tokenizer) if out.positions else None,
+        "peak_bytes": out.peak_bytes,
+        "timing": {
+            "fused_rows": out.fused_rows,
+            "group_prefill_seconds": out.prefill_seconds,
+            "prefill_rows": rows,
+            "select_seconds": out.select_seconds,
+            "pack_seconds": 0.0,  # packing is part of the fork: in select_seconds
+            "decode_seconds_share": out.decode_seconds,
+        },
+    }
+
+
+def _kept(out: Outcome, ids: Sequence[int], sample: Sample, tokenizer: Any) -> dict[str, Any]:
+    prompt = tokenizer.decode(list(ids[: out.compressed_tokens]))
+    return kept_map(out.positions, out.compressed_tokens, prompt, sample.gold[0] if sample.gold else "")
+
+
+def kept_map(positions: Sequence[Sequence[torch.Tensor]], tokens: int, prompt: str, gold: str) -> dict[str, Any]:
+    """Where the kept entries of one sequence lie, small enough for a record.
+
+    positions: of each layer those of each of its heads. layers: a text per layer, two hexadecimal digits for each of at
+    most KEPT_BINS equal pieces of the prompt: the share of heads and entries kept there, ff for all. answer: where the
+    gold answer stands in the text of those tokens, as a share of its characters, None unless it stands there once.
+    """
+    import torch
+
+    bins = min(KEPT_BINS, tokens)
+    room = torch.bincount(torch.arange(tokens) * bins // tokens, minlength=bins)
+    layers = []
+    for heads in positions:
+        counts = sum(torch.bincount(p.long().cpu() * bins // tokens, minlength=bins) for p in heads)
+        layers.append(bytes((255 * counts / (room * len(heads))).round().int().tolist()).hex())
+    once = bool(gold) and prompt.count(gold) == 1
+    answer = (prompt.index(gold) + len(gold) / 2) / len(prompt) if once else None
+    return {"tokens": tokens, "layers": layers, "answer": answer}

@@ -1,0 +1,259 @@
+"""What a plan must know of a cell: read from configurations and files' hashes, without weights or network."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moend.budget import Arch, Budget
+from moend.errors import Blocked, Infeasible
+from pipelines.planning import parts
+from pipelines.planning.identity import canonical
+from pipelines.planning.needs import CalibrationNeed, needs
+from pipelines.planning.schema import RunConfig
+
+if TYPE_CHECKING:
+    from moend.benchmarks import Benchmark
+    from moend.calibration import Calibration
+    from moend.calibration.artefact import Artefact
+    from moend.methods.bind import BoundMethod, Method
+    from moend.models.load import ModelSpec
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a cell is, as far as its configuration cannot say.
+
+    identity: joins the key (weights, data, versions); `identity["method"]` is left out of the group's key.
+    calibrations: in the order they are computed. expected: (task, id) of every example, in order; ids are made up
+    where the data is not here. full_bytes, cell_bytes: estimates for the plan, of the longest prompt uncompressed and
+    of the cell's own cache. arch, prompt_tokens (the longest), new_tokens (the most), reads (of the prompt: 2 where the
+    model also repeats it): what time is estimated from.
+    One line each: blocked (cannot run here), infeasible, absent and absent_data (what a run will fetch first),
+    caution (said with the plan).
+    """
+
+    model: str
+    method: str
+    benchmark: str
+    identity: dict[str, Any]
+    calibrations: tuple[CalibrationNeed, ...]
+    expected: tuple[tuple[str, str], ...]
+    metrics: dict[str, str]
+    unit: str
+    higher_is_better: bool
+    is_full: bool
+    is_nll: bool
+    arch: Arch | None = None
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    reads: int = 1
+    absent_data: str | None = None
+    full_bytes: int = 0
+    cell_bytes: int = 0
+    blocked: str | None = None
+    absent: str | None = None
+    infeasible: str | None = None
+    caution: str | None = None
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Weights or data: a name, the fields they belong to, what is missing of them here (None: nothing), how to get it.
+
+    `bring` may be called where nothing is missing: it then checks or converts what there is. Blocked where it fails.
+    """
+
+    name: str
+    fields: str
+    absent: str | None
+    bring: Callable[[], object] = field(compare=False)
+
+
+class Planner:
+    """Describes cells. Keeps what several cells of a plan share: specs, architectures, hashes, data."""
+
+    def __init__(self) -> None:
+        self._memo: dict[tuple[Any, ...], Any] = {}
+
+    def facts(self, config: RunConfig, choices: Mapping[str, str]) -> Facts:
+        """Describe a cell. UserError for values the library refuses; blocked and infeasible are told, not raised.
+
+        A dry run asks no network: what is not here is `absent`, and named by what the configuration pins.
+        """
+        from moend.models import load as models
+
+        spec, method, bench = parts.parts(config)
+        made = method.make_scorer()
+        network, model = not config.dry_run, canonical(config.model)
+        missing = self._once(models.available, spec, config.cache, by=model)
+        arch, unreadable = self._once(self._arch, spec, config.cache, missing, network, by=model)
+        weights = self._once(models.identity, spec, config.cache, by=model, network=network)
+        if arch is not None:
+            bench.check(arch, config.generation.max_new_tokens)
+        expected, no_data, no_data_yet = self._once(_expected, bench, network)
+        identity: dict[str, Any] = {"model": weights, "benchmark": identity_of(bench), "method": method.version}
+        if missing and spec.source == "hub" and models.hub_is_off():
+            unreadable = unreadable or missing
+        infeasible = None
+        full = cell = length = new = 0
+        if arch is not None:
+            length, new = lengths(bench, arch, config)
+            full = arch.full_bytes(length)
+            cell = full if method.allocator == "all" else min(Budget.parse(config.budget).to_bytes(arch, length), full)
+            asked = canonical([config.method, config.calibration, config.budget, config.budget_protocol])
+            infeasible = self._once(self._infeasible, config, method, arch, length, new, by=(asked, arch, length, new))
+        return Facts(
+            model=spec.label,
+            method=method.label,
+            benchmark=choices.get("benchmark", bench.name),
+            identity=identity,
+            calibrations=() if arch is None else needs(config, spec, method, arch, weights),
+            expected=expected,
+            metrics={task: bench.metric(task) for task in bench.task_names},
+            unit=bench.unit,
+            higher_is_better=bench.higher_is_better,
+            is_full=method.allocator == "all" and set(method.precision.values()) == {16},
+            is_nll=bench.kind == "nll",
+            arch=arch,
+            prompt_tokens=length,
+            new_tokens=new,
+            reads=2 if made is not None and "reconstruction" in made.observes else 1,
+            full_bytes=full,
+            cell_bytes=cell,
+            blocked=unreadable or no_data,
+            absent=missing,
+            absent_data=no_data_yet,
+            infeasible=infeasible,
+            caution=bench.caution(config.generation.samples),
+        )
+
+    def fetches(self, config: RunConfig) -> tuple[Fetch, Fetch]:
+        """What a cell needs besides this package: its weights and its data."""
+        from moend.models import load as models
+
+        spec, _, bench = parts.parts(config)
+        return (
+            Fetch(
+                f"model {spec.label}",
+                canonical(config.model),
+                models.available(spec, config.cache),
+                lambda: models.fetch(spec, config.cache),
+            ),
+            Fetch(
+                f"data {bench.name}",
+                canonical(config.benchmark),
+                bench.available() or bench.absent(),
+                bench.fetch,
+            ),
+        )
+
+    def _once(self, make: Callable[..., Any], *args: Any, by: Any = None, **kwargs: Any) -> Any:
+        """A call's result, made once for all cells of a plan. by: what it depends on, where `args` cannot be hashed."""
+        name = (make.__name__, args if by is None else by)
+        if name not in self._memo:
+            self._memo[name] = make(*args, **kwargs)
+        return self._memo[name]
+
+    def _arch(self, spec: ModelSpec, cache: Path, missing: str | None, network: bool) -> tuple[Arch | None, str | None]:
+        """The architecture, and why it is not to be had. Without network both may be unknown until a run asks."""
+        from moend.models import load as models
+
+        if spec.pinned_arch is not None:
+            return spec.pinned_arch, None
+        if missing and not network:
+            return None, None
+        try:
+            return models.read_arch(spec, cache), None
+        except Blocked as e:
+            return None, str(e)
+
+    def _infeasible(self, config: RunConfig, method: Method, arch: Arch, length: int, new: int) -> str | None:
+        """Whether the budget can be met: that depends on bytes only, so a table of zeros stands for any other."""
+        made = parts.calibration(canonical(config.calibration))
+        measured = made.damage.configs if method.table == "damage" else tuple(made.keeps)
+        zeros = self._once(_zeros, method, arch, made, by=(tuple(method.keeps), method.table, arch, measured))
+        bound = bind_method(config, method, arch, length, new, zeros)
+        try:
+            if not bound.fits(length, new):
+                bound.plan(length, new)
+        except Infeasible as e:
+            return f"{e}; the smallest budget it can meet is {_smallest(e, bound.budget, arch, length)}"
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _benchmark_identity(bench: Benchmark) -> str:
+    return canonical(bench.identity())
+
+
+def identity_of(bench: Benchmark) -> dict[str, Any]:
+    return json.loads(_benchmark_identity(bench))
+
+
+def _expected(bench: Benchmark, network: bool) -> tuple[tuple[tuple[str, str], ...], str | None, str | None]:
+    """(task, id) of every example, why there are none here, and what a run will fetch for them.
+
+    Without the data only the number of examples is right.
+    """
+    reason, absent = bench.available(), bench.absent()
+    if reason is None and (network or absent is None):
+        try:
+            return tuple((s.task, s.id) for s in bench.samples()), None, None
+        except Blocked as e:
+            reason = str(e)
+    return tuple((task, f"?{i}") for task, n in bench.expected().items() for i in range(n)), reason, absent
+
+
+def lengths(bench: Benchmark, arch: Arch, config: RunConfig) -> tuple[int, int]:
+    """The longest prompt and the most tokens fed after it, in tokens."""
+    new = max(bench.output_tokens(task, config.generation.max_new_tokens) for task in bench.task_names)
+    return bench.reference_length(arch), new
+
+
+def bind_method(
+    config: RunConfig, method: Method, arch: Arch, length: int, new: int, artefacts: Mapping[str, Artefact], **rest: Any
+) -> BoundMethod:
+    from moend.methods.bind import bind, reference_length
+
+    budget = Budget.parse(config.budget)
+    t_ref = reference_length(method, budget, length + new, new)
+    return bind(method, budget, config.budget_protocol, arch, t_ref=t_ref, artefacts=dict(artefacts), **rest)
+
+
+def _smallest(error: Infeasible, budget: Budget, arch: Arch, length: int) -> str:
+    """The smallest feasible budget in the units that were typed."""
+    need = int(Budget.parse(error.smallest).value)
+    if budget.kind == "tokens":
+        return f"{-(-need // arch.full_bytes(1))} tokens ({error.smallest})"
+    if budget.kind == "ratio":
+        return f"{math.ceil(need / arch.full_bytes(length) * 1000) / 10:g}% ({error.smallest})"
+    return error.smallest
+
+
+def _zeros(method: Method, arch: Arch, calibration: Calibration) -> dict[str, Artefact]:
+    """Calibrations of a model that does not mind anything: enough to know whether a budget can be met.
+
+    They hold what the calibration's own would, as far as that bounds the budgets that can be met.
+    """
+    import torch
+
+    from moend.calibration.artefact import Artefact
+    from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice
+
+    keeps = [k for k in extend_lattice(tuple(method.keeps)) if k in method.keeps or k in calibration.keeps]
+    configs = lattice(tuple(keeps), (16, 8, 4, 2))
+    if method.table == "damage":
+        configs = tuple(Config(*c) for c in calibration.damage.configs)
+    tensors = {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
+    tensors["heads"] = torch.zeros(arch.layers, arch.kv_heads, len(configs))
+    flat = torch.zeros(1, arch.layers)
+    return {
+        method.table: Artefact(method.table, {}, tensors),
+        "ripple": Artefact("ripple", {}, {"response": flat, "local": flat}),
+    }
