@@ -22,7 +22,7 @@ from moend.cache.compressed import CompressedCache
 from moend.cache.prefill import LayerCapture, Prefilled, cache_argument
 from moend.cache.select import Selector
 from moend.errors import Infeasible, UserError
-from moend.hf.attention import attention_of, causal
+from moend.hf.attention import AttentionRule, attention_of, causal
 from moend.hf.rope import depends_on_length
 from moend.hf.routers import Routed, Routing
 from moend.scoring.base import Scorer
@@ -87,8 +87,9 @@ class _Layer(CacheLayerMixin):
         marked.moend_layer = self  # type: ignore[attr-defined]
         return marked, value_states
 
-    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (1, H_q, q, d) of the newest q tokens -> (1, H_q, q, d)."""
+        scaling, window = rule.scaling, rule.window
         assert self.own is not None
         keys = torch.cat([self.captured.keys[:, :, : self.length], self.own[0]], dim=2)
         values = torch.cat([self.captured.values[:, :, : self.length], self.own[1]], dim=2)

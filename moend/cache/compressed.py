@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from moend.cache.decode.strands import Ints, Strands, allocation
+from moend.cache.decode.eviction import DecodingLayer
+from moend.cache.decode.layout import allocation
+from moend.cache.decode.ledger import Ints
 from moend.cache.layer_kv import LayerKV
 from moend.errors import UserError
-from moend.hf.attention import NAME
+from moend.hf.attention import NAME, AttentionRule
 
 OBSERVATIONS = ("accumulated",)
 
@@ -92,26 +94,28 @@ class CompressedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, held: Sequence[Held] | Strands, config: Any):
+    def __init__(self, held: Sequence[Held] | DecodingLayer, config: Any):
         super().__init__()
-        self._held: list[tuple[LayerKV, ...]] | Strands
-        self._held = held if isinstance(held, Strands) else [(x,) if isinstance(x, LayerKV) else tuple(x) for x in held]
+        self._held: list[tuple[LayerKV, ...]] | DecodingLayer
+        self._held = (
+            held if isinstance(held, DecodingLayer) else [(x,) if isinstance(x, LayerKV) else tuple(x) for x in held]
+        )
         self.config, self.is_initialized = config, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Rows exist already."""
 
     @property
-    def strands(self) -> Strands:
+    def strands(self) -> DecodingLayer:
         """The rows side by side; they are laid out, and let go as rows, when this is first asked for."""
-        if not isinstance(self._held, Strands):
-            self._held = Strands(self._held)
+        if not isinstance(self._held, DecodingLayer):
+            self._held = DecodingLayer(self._held)
         return self._held
 
     @property
     def parts(self) -> list[tuple[LayerKV, ...]]:
         """What every sequence holds, at rest: a row, or the rows of its heads."""
-        return self._held.rows() if isinstance(self._held, Strands) else self._held
+        return self._held.rows() if isinstance(self._held, DecodingLayer) else self._held
 
     @property
     def rows(self) -> list[LayerKV]:
@@ -123,23 +127,23 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def held(self) -> Ints:
         """Bytes of each sequence's entries."""
-        if isinstance(self._held, Strands):
+        if isinstance(self._held, DecodingLayer):
             return self._held.held
         return np.array([sum(r.bytes for r in x) for x in self._held], dtype=np.int64)
 
     @property
     def trace(self) -> Ints:
         """(tokens of the last feed, sequences): bytes held after each token."""
-        return self._held.trace if isinstance(self._held, Strands) else self.held[None]
+        return self._held.trace if isinstance(self._held, DecodingLayer) else self.held[None]
 
     @property
     def allocated(self) -> int:
         """Bytes of all tensors."""
-        return self._held.allocated if isinstance(self._held, Strands) else int(self.held.sum())
+        return self._held.allocated if isinstance(self._held, DecodingLayer) else int(self.held.sum())
 
     def counts(self, sequence: int) -> list[int]:
         """Entries of each KV head."""
-        if isinstance(self._held, Strands):
+        if isinstance(self._held, DecodingLayer):
             return self._held.count(sequence)
         return [r.n for r in self._held[sequence] for _ in range(r.heads)]
 
@@ -155,15 +159,15 @@ class CompressedLayer(CacheLayerMixin):
         marked.moend_layer = self  # type: ignore[attr-defined]
         return marked, value_states
 
-    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (B, H_q, q, d) of the newest q tokens -> (B, H_q, q, d)."""
         keys, values = self._new
         del self._new
-        return self.strands.attend(query, keys, values, scaling, window)
+        return self.strands.attend(query, keys, values, rule)
 
     def get_seq_length(self) -> int:
         """Tokens seen, evicted ones included: the next query's true position."""
-        if isinstance(self._held, Strands):
+        if isinstance(self._held, DecodingLayer):
             return self._held.longest
         return max(row.seen for x in self._held for row in x)
 
@@ -179,7 +183,7 @@ class CompressedLayer(CacheLayerMixin):
         """An independent layer of these sequences, in this order, with repetition."""
         held = self._held
         return CompressedLayer(
-            held.pick(list(rows)) if isinstance(held, Strands) else [held[i] for i in rows], self.config
+            held.pick(list(rows)) if isinstance(held, DecodingLayer) else [held[i] for i in rows], self.config
         )
 
     def pick(self, rows: Iterable[int]) -> None:
@@ -193,7 +197,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def sequences(self) -> int:
         """How many."""
-        return self._held.sequences if isinstance(self._held, Strands) else len(self._held)
+        return self._held.sequences if isinstance(self._held, DecodingLayer) else len(self._held)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Sequences that go on."""
@@ -270,7 +274,7 @@ class CompressedCache(Cache):
     def allocated_bytes(self) -> int:
         """Bytes of all tensors, with the padding and the spare room that a batch shares while it decodes.
 
-        At rest there is none. For its bounds see `moend.cache.decode.strands`.
+        At rest there is none. For its bounds see `moend.cache.decode.layout`.
         """
         return sum(layer.allocated for layer in self.layers)
 

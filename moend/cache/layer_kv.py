@@ -1,6 +1,6 @@
 """One sequence in one layer, at rest: exactly the entries a method kept, and their positions.
 
-A LayerKV never changes. What happens when more tokens arrive is `moend.cache.decode.strands`' business, where rows lie
+A LayerKV never changes. What happens when more tokens arrive is `moend.cache.decode`'s business, where rows lie
 side by side; there and back they stay the same entries, to the byte.
 """
 

@@ -32,6 +32,7 @@ from moend.calibration.sensitivity import (
     scorer_ranks,
 )
 from moend.errors import UserError, unknown
+from moend.hf.attention import AttentionRule
 from moend.hf.rope import Rotary, rotary
 from moend.scoring import Scorer
 
@@ -199,8 +200,9 @@ class _Compressed:
         handed.moend_layer = self  # type: ignore[attr-defined]
         return handed, values
 
-    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (rows, H_q, T, d) -> (rows, H_q, T, d)."""
+        scaling, window = rule.scaling, rule.window
         assert self.entries is not None
         keys, values = self.entries
         heads, length = keys.shape[1:3]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moend.calibration.kl import Stack
 from moend.calibration.sensitivity import attention_blocks
+from moend.hf.attention import AttentionRule
 from moend.scoring import Scorer
 
 
@@ -54,8 +55,9 @@ class _Prefix:
         handed.moend_layer = self  # type: ignore[attr-defined]
         return handed, values
 
-    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (rows, H_q, w, d) -> (rows, H_q, w, d). Rows with the same prefix are one product."""
+        scaling, window = rule.scaling, rule.window
         assert self.own is not None
         rows, _, w, dim = query.shape
         heads, start = self.own[0].shape[1], self.whole.keys.shape[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +24,20 @@ QUERIES = 16  # of a multiple of so many queries,
 ROWS = 192  # and of no more than so many query heads and queries of one KV head, if that allows it
 
 
+@dataclass(frozen=True)
+class AttentionRule:
+    """What a model's attention call asks of a layer, beside its queries, keys and values."""
+
+    scaling: float  # logits are scaling x (q . k)
+    window: int | None = None  # a query sees itself and the window - 1 positions before it; None: all before it
+    softcap: float | None = None  # logits l become softcap x tanh(l / softcap); None: they stay as they are
+    sinks: Tensor | None = None  # (H_q,): a learned logit per query head that takes part in its softmax
+
+
 class Attends(Protocol):
     """A cache layer that computes attention itself."""
 
-    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (B, H_q, q, d) -> output (B, H_q, q, d)."""
 
 
@@ -66,7 +77,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Attends | None = getattr(key, "moend_layer", None)
     if layer is not None:
-        out = layer.attend(query, scale, sliding_window)
+        out = layer.attend(query, AttentionRule(scale, sliding_window))
     else:
         capture: Captures | None = getattr(key, "capture", None)
         if capture is None or "accumulated" not in capture.wanted:

@@ -25,7 +25,7 @@ from moend.cache import (
     ragged,
     select,
 )
-from moend.cache.decode.strands import Strands
+from moend.cache.decode.eviction import DecodingLayer
 from moend.errors import UserError
 from moend.hf.attention import _fused, accumulated_attention, causal, causal_and_accumulated
 from moend.scoring import LayerView
@@ -445,7 +445,7 @@ def test_predicted_bytes_are_held_bytes(k_bits, v_bits, form, keep, feeds, per_h
     row = LayerKV(keys.gather(1, at), values.gather(1, at), positions, storage, seen=tokens, dtype=torch.bfloat16)
     tail = min(n, window) if storage.quantised else n
     assert row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim)
-    strands = Strands([(row,)])
+    strands = DecodingLayer([(row,)])
     for q in feeds:
         for taken in strands.feed(torch.randn(1, heads, q, dim), torch.randn(1, heads, q, dim)):
             n, tail = n + taken, tail + taken
@@ -491,7 +491,7 @@ def test_counted_schedule_never_passes_the_cap(feeds, bits):
     storage = Storage(*bits, 32, 32, "per_head")
     start = torch.arange(50).expand(2, 50)
     schedule = Schedule(60, 10, 128)
-    strands = Strands(
+    strands = DecodingLayer(
         [(LayerKV(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
     )
     sizes, kept, fed = [], [], 50
@@ -508,7 +508,7 @@ def test_counted_schedule_never_passes_the_cap(feeds, bits):
         kept.append(at)
     assert max(sizes) == 60
     assert row.n == 51 + (sum(feeds) - 11) % 10  # full after 10 tokens, then again every 10
-    once = Strands(
+    once = DecodingLayer(
         [(LayerKV(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
     )
     for _ in once.feed(torch.randn(1, 2, sum(feeds), 16), torch.randn(1, 2, sum(feeds), 16)):
@@ -528,7 +528,7 @@ def test_paper_schedule_evicts_every_beta_tokens():
         schedule=Schedule(40, 0, 16, "paper"),
         choose=lottery(0),
     )
-    strands, sizes = Strands([(row,)]), []
+    strands, sizes = DecodingLayer([(row,)]), []
     for _ in range(40):
         for _ in strands.feed(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16)):
             pass
@@ -644,12 +644,12 @@ def test_mean_and_peak_bytes_do_not_depend_on_how_tokens_come(feeds):
         schedule=Schedule(60, 10, 128),
         choose=lottery(0),
     )
-    single, naive = Strands([(row,)]), []
+    single, naive = DecodingLayer([(row,)]), []
     for _ in range(40):
         for _ in single.feed(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16)):
             pass
         naive.append(single.rows()[0][0].nbytes())
-    strands, peak = Strands([(row,)]), 0
+    strands, peak = DecodingLayer([(row,)]), 0
     for q in feeds:
         for _ in strands.feed(torch.randn(1, 2, q, 16), torch.randn(1, 2, q, 16)):
             pass

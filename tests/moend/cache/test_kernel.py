@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")  # tests/__init__.py has it interpret
 
 from moend.budget import Storage
-from moend.cache.decode.strands import Strands
+from moend.cache.decode.attend import path, runs
+from moend.cache.decode.eviction import DecodingLayer
 from moend.cache.layer_kv import LayerKV
+from moend.hf.attention import AttentionRule
 from moend.kernels.triton import launch as kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,12 +64,12 @@ def test_equals_attention_written_out(held, dim, group, new, split):
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "SPLIT", split)
-        strands = Strands(rows)
+        strands = DecodingLayer(rows)
         for _ in range(new):
             query = torch.randn(len(rows), heads * group, 1, dim, device=DEVICE)
             for _ in strands.feed(*torch.randn(2, len(rows), heads, 1, dim, device=DEVICE)):
                 flat = (query * dim**-0.5).reshape(len(rows) * heads, group, dim)
-                ours = kernel.decode(flat, strands.runs()).view(len(rows), heads * group, dim)
+                ours = kernel.decode(flat, runs(strands)).view(len(rows), heads * group, dim)
                 for i, parts in enumerate(strands.rows()):
                     reference = naive(parts, query[i, :, 0] * dim**-0.5, group)
                     assert (ours[i] - reference).abs().max() < 1e-3
@@ -75,9 +77,9 @@ def test_equals_attention_written_out(held, dim, group, new, split):
 
 def test_one_token_is_its_own_value():
     """Nothing but the new token: its value comes back."""
-    strands = Strands([(row(1, 2, 16, Storage()),)])
+    strands = DecodingLayer([(row(1, 2, 16, Storage()),)])
     ((one,),) = strands.rows()
-    (only,) = [r for r in strands.runs() if r.longest]
+    (only,) = [r for r in runs(strands) if r.longest]
     out = kernel.decode(torch.randn(2, 3, 16, device=DEVICE), [only])
     assert torch.allclose(out, one.v_tail.expand(2, 3, 16))
 
@@ -87,11 +89,11 @@ def test_a_step_takes_the_kernel_where_it_may(mine, monkeypatch):
     """Strands say which way a step goes, and both ways agree."""
     monkeypatch.setattr(kernel, "CPU", mine == "triton")
     torch.manual_seed(1)
-    strands = Strands([(row(90, 2, 64, Storage(8, 4, 32, 32)),), (row(40, 2, 64, Storage()),)])
-    assert strands.path == ("triton" if DEVICE.type == "cuda" else mine)
+    strands = DecodingLayer([(row(90, 2, 64, Storage(8, 4, 32, 32)),), (row(40, 2, 64, Storage()),)])
+    assert path(strands) == ("triton" if DEVICE.type == "cuda" else mine)
     query, new = torch.randn(2, 6, 1, 64, device=DEVICE), torch.randn(2, 2, 2, 1, 64, device=DEVICE)
     twin = strands.fork()
-    ours = strands.attend(query, *new, 0.125, None)
+    ours = strands.attend(query, *new, AttentionRule(0.125))
     for _ in twin.feed(*new):
         for i, parts in enumerate(twin.rows()):
             assert (ours[i, :, 0] - naive(parts, query[i, :, 0] * 0.125, 3)).abs().max() < 1e-3

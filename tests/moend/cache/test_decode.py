@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.budget import Storage
-from moend.cache.decode.strands import PADDING, Strands, allocation, buckets
+from moend.cache.decode.eviction import DecodingLayer
+from moend.cache.decode.layout import PADDING, allocation, buckets
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule
+from moend.hf.attention import AttentionRule
 
 HEADS, GROUP, DIM, SEEN = 2, 3, 16, 200
+RULE = AttentionRule(0.3)
 
 
 def newest(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, now: int, keep: int, *_: Any) -> Any:
@@ -110,7 +113,7 @@ def last_queries(rows: tuple[LayerKV, ...]) -> torch.Tensor | None:
 def test_side_by_side_equals_one_by_one(held, feeds, data):
     """Any rows in any company, ragged heads, evictions, forks and picks on the way: naive attention over each."""
     torch.manual_seed(0)
-    strands, twins, sums = Strands(held), [Strands([x]) for x in held], [received(x) for x in held]
+    strands, twins, sums = DecodingLayer(held), [DecodingLayer([x]) for x in held], [received(x) for x in held]
     asked = [last_queries(x) for x in held]
     assert strands.allocated == allocation(held)
     for q in feeds:
@@ -125,7 +128,7 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
         query = torch.randn(len(twins), HEADS * GROUP, q, DIM)
         keys, values = torch.randn(2, len(twins), HEADS, q, DIM)
         window = data.draw(st.sampled_from([None, 60]))
-        ours = strands.attend(query, keys, values, 0.3, window)
+        ours = strands.attend(query, keys, values, AttentionRule(0.3, window))
         for i, twin in enumerate(twins):
             done = 0
             for taken in twin.feed(keys[i : i + 1], values[i : i + 1]):
@@ -153,18 +156,18 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
 def test_there_and_back_is_the_same(held, q):
     """Rows laid side by side, grown, taken out as rows and laid again: the same entries, bytes and next output."""
     torch.manual_seed(0)
-    strands = Strands(held)
+    strands = DecodingLayer(held)
     for a, b in zip(strands.rows(), held, strict=True):
         for x, y in zip(a, b, strict=True):
             assert (x.n, x.tail, x.bytes) == (y.n, y.tail, y.bytes)
             assert all(torch.equal(s, t) for s, t in zip(x.dense(torch.float32), y.dense(torch.float32), strict=True))
     for _ in strands.feed(*torch.randn(2, len(held), HEADS, q, DIM)):
         pass
-    again = Strands(strands.rows())
+    again = DecodingLayer(strands.rows())
     assert again.held.tolist() == strands.held.tolist()
     query = torch.randn(len(held), HEADS * GROUP, 20, DIM)
     new = torch.randn(2, len(held), HEADS, 20, DIM)
-    assert (again.attend(query, *new, 0.3, None) - strands.attend(query, *new, 0.3, None)).abs().max() < 1e-5
+    assert (again.attend(query, *new, RULE) - strands.attend(query, *new, RULE)).abs().max() < 1e-5
 
 
 def test_what_is_allocated_beyond_what_is_held_stays_bounded():
@@ -174,7 +177,7 @@ def test_what_is_allocated_beyond_what_is_held_stays_bounded():
         (row(120, Storage(8, 4, 32, 32, "per_head")),),
         (row(60, Storage(4, 16, 16, 16, "per_head"), Schedule(64, 8)),),
     ]
-    strands = Strands(rows)
+    strands = DecodingLayer(rows)
     tail = (32 + 32 + 32) * 2 * DIM * 4 * HEADS * len(rows)  # window, group and spare columns of K and V
     for _ in range(400):
         for _ in strands.feed(*torch.randn(2, 3, HEADS, 1, DIM)):
@@ -195,14 +198,14 @@ def test_a_row_that_leaves_takes_its_padding_along():
     """The shorter row of a bank, alone, holds no more slots than it uses, and computes what it did."""
     for storage in (Storage(16, 16, 16, 16, "per_head"), Storage(8, 4, 16, 16, "per_head")):
         long, short = row(150, storage), row(90, storage)
-        strands = Strands([(long,), (short,)])
+        strands = DecodingLayer([(long,), (short,)])
         assert [len(b.strands) for b in strands.k_banks] == [2 * HEADS]
         alone = strands.pick([1])
         banks = sum(b.nbytes for b in (*alone.k_banks, *alone.v_banks))
-        assert banks == sum(b.nbytes for s in [Strands([(short,)])] for b in (*s.k_banks, *s.v_banks))
+        assert banks == sum(b.nbytes for s in [DecodingLayer([(short,)])] for b in (*s.k_banks, *s.v_banks))
         query, new = torch.randn(2, HEADS * GROUP, 4, DIM), torch.randn(2, 2, HEADS, 4, DIM)
-        both = strands.attend(query, *new, 0.3, None)
-        assert (alone.attend(query[1:], *new[:, 1:], 0.3, None) - both[1:]).abs().max() < 1e-5
+        both = strands.attend(query, *new, RULE)
+        assert (alone.attend(query[1:], *new[:, 1:], RULE) - both[1:]).abs().max() < 1e-5
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(0, 500))
@@ -219,20 +222,20 @@ def test_queries_lie_in_memory_as_models_leave_them(store):
     """One query head per KV head, (B, T, H, d) turned to (B, H, T, d); and shapes that do not fit are refused."""
     torch.manual_seed(0)
     one = LayerKV(*torch.randn(2, HEADS, 9, DIM), None, Storage(), seen=9, dtype=store)
-    strands, (query, keys, values) = Strands([(one,)]), torch.randn(3, 1, 4, HEADS, DIM).mT.mT.transpose(2, 3)
+    strands, (query, keys, values) = DecodingLayer([(one,)]), torch.randn(3, 1, 4, HEADS, DIM).mT.mT.transpose(2, 3)
     assert not query.is_contiguous()
     twin = strands.fork()
-    ours = strands.attend(query, keys, values, 0.3, None)
-    assert (ours - twin.attend(query.contiguous(), keys, values, 0.3, None)).abs().max() < 1e-6
+    ours = strands.attend(query, keys, values, RULE)
+    assert (ours - twin.attend(query.contiguous(), keys, values, RULE)).abs().max() < 1e-6
     with pytest.raises(ValueError, match="1 sequences of 2 heads of 16"):
-        strands.attend(query[..., :8], keys[..., :8], values[..., :8], 0.3, None)
+        strands.attend(query[..., :8], keys[..., :8], values[..., :8], RULE)
 
 
 def test_rows_of_different_stores_are_refused():
     a = row(5, Storage())
     b = LayerKV(*torch.randn(2, HEADS, 5, DIM), None, Storage(), seen=5, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="stored alike"):
-        Strands([(a,), (b,)])
+        DecodingLayer([(a,), (b,)])
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 16), (16, 4), (8, 4)])
@@ -241,7 +244,7 @@ def test_a_bank_of_one_row_holds_what_is_old_and_nothing_else(bits, n):
     """Whether it takes over the row's tensors or copies them: no entry of the window, and no second copy."""
     keys, values = torch.randn(2, 2, n, 16)
     row = LayerKV(keys, values, None, Storage(*bits, 32, 12 if min(bits) < 16 else 0), seen=n, dtype=torch.float32)
-    strands = Strands([(row,)])
+    strands = DecodingLayer([(row,)])
     old = n - row.tail if row.storage.quantised else n
     for bank in (strands.k_banks[0], strands.v_banks[0]):
         assert (bank.x[:, old:] == 0).all()
@@ -250,7 +253,7 @@ def test_a_bank_of_one_row_holds_what_is_old_and_nothing_else(bits, n):
             assert taken
     before = [t.clone() for t in row.tensors()]
     new = torch.randn(1, 2, 50, 16)
-    strands.attend(torch.randn(1, 2, 50, 16), new, new, 0.25, None)
+    strands.attend(torch.randn(1, 2, 50, 16), new, new, AttentionRule(0.25, None))
     assert all(torch.equal(a, b) for a, b in zip(before, row.tensors(), strict=True))
 
 
@@ -267,8 +270,8 @@ def test_what_was_evicted_leaves_no_trace():
         keys, values, torch.arange(64), storage, seen=64, dtype=torch.float32, choose=newest,
         schedule=Schedule(cap=30, beta=4, overshoot="paper"),
     )  # fmt: skip
-    strands = Strands([(row,)])
+    strands = DecodingLayer([(row,)])
     for _ in range(12):
         new = torch.randn(1, 1, 1, 16)
-        out = strands.attend(torch.randn(1, 1, 1, 16), new, new, 0.25, None)
+        out = strands.attend(torch.randn(1, 1, 1, 16), new, new, AttentionRule(0.25, None))
     assert strands.count(0)[0] < 40 and out.isfinite().all()

@@ -18,30 +18,24 @@ grows takes an eighth to spare; the tail has SPARE columns to spare beside the l
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moend.budget import Storage, v_group
-from moend.cache.layer_kv import Chooser, LayerKV, Schedule, gather
+from moend.cache.decode.ledger import Ledger
+from moend.cache.layer_kv import Chooser, LayerKV, Schedule
 from moend.cache.packed_store import PackedStore
 from moend.cache.packing import Packed, quantise_k, quantise_v
-from moend.hf.rope import back
 from moend.kernels.cpu import compiled
 from moend.kernels.triton import launch as kernel
 
 SPARE = 32  # free columns of a new tail
-PIECE = 256  # tokens taken in at once: bounds the tail of rows that never pack
 PADDING = 2**15  # elements a row may be padded by before strands of its kind get a bank of their own
-LOGITS = 2**24  # logits computed at a time
 NEVER = 2**62
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -159,7 +153,7 @@ def _columns(rows: Sequence[LayerKV]) -> int:
 
 
 def allocation(rows: Sequence[tuple[LayerKV, ...]]) -> int:
-    """Bytes that `Strands` of these rows (see there) will allocate when it is made."""
+    """Bytes that a `Layout` of these rows (see there) will allocate when it is made."""
     flat = [r for parts in rows for r in parts]
     if not flat:
         return 0
@@ -184,7 +178,7 @@ def allocation(rows: Sequence[tuple[LayerKV, ...]]) -> int:
     return total + 2 * strands * columns * dim * size + strands * (longest + columns) * beside + positions
 
 
-class Strands:
+class Layout:
     """Rows of one layer: for each sequence its LayerKV, or the rows of its heads where these hold different numbers."""
 
     def __init__(self, rows: Sequence[tuple[LayerKV, ...]]):
@@ -201,13 +195,10 @@ class Strands:
             for row in parts:
                 self.parts.append(self._part(row, i, at))
                 at += row.heads
-        # Bytes held by each sequence: base + one x clock. Only events change either; nothing is counted per step.
-        self.base, self.one = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
-        self._area, self._counted = np.zeros(len(rows), dtype=np.int64), 0  # of the tokens before the last event
-        self._spans: list[tuple[int, Ints, Ints]] = []  # the last feed: from which token on which base and one hold
+        self.ledger = Ledger(len(rows))
         for part, row in zip(self.parts, flat, strict=True):
-            self.base[part.sequence] += row.bytes
-            self.one[part.sequence] += row.bytes_per_token
+            self.ledger.base[part.sequence] += row.bytes
+            self.ledger.per_token[part.sequence] += row.bytes_per_token
         self.cursor = _columns(flat)  # the tail's next free column
         self._where: Tensor | None = None
         total = self.sequences * self.heads
@@ -221,15 +212,15 @@ class Strands:
             torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
         )
         self.queries: Tensor | None = None  # (S, G, w, d): the last w queries, right-aligned, where any part asks
-        self._all = torch.arange(total)
+        self.every = torch.arange(total)
         for part, row in zip(self.parts, flat, strict=True):
-            self._lay(part, row)
+            self.lay(part, row)
             if row.queries is not None:
                 if self.queries is None:
                     wide = max(r.queries.shape[2] for r in flat if r.queries is not None)
                     self.queries = first.new_zeros(total, row.queries.shape[1], wide, self.dim)
                 self.queries[part.strands, :, self.queries.shape[2] - part.asked :] = row.queries
-        self._look_ahead()
+        self.look_ahead()
 
     def _part(self, row: LayerKV, sequence: int, at: int) -> Part:
         first, slots = _first(row)
@@ -256,7 +247,7 @@ class Strands:
                 banks.append(PackedStore.of(strands, piece, bits, group, per, self.dim))
         return banks
 
-    def _lay(self, part: Part, row: LayerKV) -> None:
+    def lay(self, part: Part, row: LayerKV) -> None:
         """Lay a row's entries down where its part says; `first` and `slots` are set, and there is room for them."""
         s, group = row.storage, row.storage.group
         tail = row.tail if s.quantised else 0
@@ -311,40 +302,9 @@ class Strands:
         return sum(t.nbytes for t in own if t is not None)
 
     @property
-    def held(self) -> Ints:
-        """Bytes of the entries of each sequence."""
-        return self.base + self.one * self.clock
-
-    @property
-    def trace(self) -> Ints:
-        """(tokens of the last feed, sequences): bytes held after each token."""
-        ends = [begin for begin, _, _ in self._spans[1:]] + [self.clock + 1]
-        spans = [
-            base + one * np.arange(begin, end)[:, None]
-            for (begin, base, one), end in zip(self._spans, ends, strict=True)
-        ]
-        return np.concatenate([np.zeros((0, self.sequences), dtype=np.int64), *spans])
-
-    @property
-    def area(self) -> Ints:
-        """The sum of the bytes held after each token, by sequence."""
-        return self._area + self._held_until(self.clock)
-
-    def _held_until(self, clock: int) -> Ints:
-        """Bytes held summed over the tokens since the last event, up to token `clock`."""
-        tokens = clock - self._counted
-        return self.base * tokens + self.one * (tokens * (self._counted + 1 + clock) // 2)
-
-    def _change(self, token: int) -> None:
-        """What is held may change from `token` on, counted from 1."""
-        self._area = self._area + self._held_until(token - 1)
-        self._counted, self.base, self.one = token - 1, self.base.copy(), self.one.copy()
-        self._spans.append((token, self.base, self.one))
-
-    @property
     def longest(self) -> int:
         """Tokens seen by the longest sequence."""
-        return self._ahead + self.clock
+        return self.ahead + self.clock
 
     def count(self, sequence: int) -> list[int]:
         """Entries of each KV head."""
@@ -354,10 +314,10 @@ class Strands:
         """What is held, as rows at rest."""
         made: list[list[LayerKV]] = [[] for _ in range(self.sequences)]
         for part in self.parts:
-            made[part.sequence].append(self._row(part.touch(self.clock)))
+            made[part.sequence].append(self.row(part.touch(self.clock)))
         return [tuple(x) for x in made]
 
-    def _positions(self, part: Part) -> Tensor | None:
+    def positions_of(self, part: Part) -> Tensor | None:
         """Original positions of all entries: those laid down, then one after the other."""
         known = part.positions
         if known is None:
@@ -366,7 +326,7 @@ class Strands:
         after = torch.arange(part.seen - new, part.seen, dtype=torch.int32, device=known.device)
         return torch.cat([known, after.expand(*known.shape[:-1], new)], dim=-1)
 
-    def _row(self, part: Part) -> LayerKV:
+    def row(self, part: Part) -> LayerKV:
         s, old = part.storage, part.n - part.tail
         runs = [(0, part.first)]
         if old > part.first:
@@ -391,7 +351,7 @@ class Strands:
             k,
             _join(v) if v else None,
             *tails,
-            self._positions(part),
+            self.positions_of(part),
             s,
             seen=part.seen,
             schedule=part.schedule,
@@ -403,19 +363,13 @@ class Strands:
 
     # Other selections of the same sequences
 
-    def fork(self) -> Strands:
-        """An independent twin; banks are shared until either writes to them."""
-        return self.pick(range(self.sequences))
-
-    def pick(self, sequences: Sequence[int]) -> Strands:
+    def pick(self, sequences: Sequence[int]) -> Self:
         """These sequences, in this order, with repetition."""
         twin = copy.copy(self)
         order = list(sequences)
         twin.sequences, twin.parts = len(order), []
-        twin._all = torch.arange(len(order) * self.heads)
-        for name in ("base", "one", "_area"):
-            setattr(twin, name, getattr(self, name)[order])
-        twin._spans = [(begin, base[order], one[order]) for begin, base, one in self._spans]
+        twin.every = torch.arange(len(order) * self.heads)
+        twin.ledger = self.ledger.pick(order)
         sources: list[Part] = []
         for new, old in enumerate(order):
             for part in (p for p in self.parts if p.sequence == old):
@@ -433,7 +387,7 @@ class Strands:
             twin.queries = self.queries[index][:, :, self.queries.shape[2] - wide :].clone() if wide else None
         twin._where = None
         twin.k_banks, twin.v_banks = (self._picked(sources, twin.parts, side) for side in ("k", "v"))
-        twin._look_ahead()
+        twin.look_ahead()
         return twin
 
     def _picked(self, sources: list[Part], parts: list[Part], side: str) -> list[PackedStore]:
@@ -453,93 +407,35 @@ class Strands:
             banks.append(bank.pick(local, strands, max(parts[i].slots for i in inside)))
         return banks
 
-    # Taking in tokens
+    # What changes
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Take in q tokens, keys, values (B, H, q, d), and attend from query (B, H_q, q, d): (B, H_q, q, d)."""
-        if keys.shape != (self.sequences, self.heads, query.shape[2], self.dim) or query.shape[3] != self.dim:
-            raise ValueError(f"{self.sequences} sequences of {self.heads} heads of {self.dim}, got {tuple(keys.shape)}")
-        grouped = (query * scaling).reshape(self.sequences * self.heads, -1, *query.shape[2:])
-        parts, done = [], 0
-        for taken in self.feed(keys, values):
-            parts.append(self._attention(grouped[:, :, done : done + taken], window))
-            if self.queries is not None:
-                wide = self.queries.shape[2]
-                new = query[:, :, max(done, done + taken - wide) : done + taken].to(self.queries.dtype)
-                new = new.reshape(*self.queries.shape[:2], -1, self.dim)
-                self.queries = torch.cat([self.queries, new], dim=2)[:, :, -wide:]
-            done += taken
-        return (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]).view(query.shape)
-
-    def feed(self, keys: Tensor, values: Tensor) -> Iterator[int]:
-        """Append keys, values (B, H, q, d) piece by piece; yields the length of each piece while it is the newest.
-
-        Within a piece nothing packs or evicts; both happen when the next piece is asked for.
-        """
-        q, done = keys.shape[2], 0
-        keys, values = keys.reshape(-1, q, self.dim), values.reshape(-1, q, self.dim)
-        self._spans = [(self.clock + 1, self.base, self.one)]
-        while done < q:
-            if self.clock >= self._full:
-                self._change(self.clock + 1)
-                for part in self.parts:
-                    if part.touch(self.clock).full:
-                        cap, reserve = part.schedule.cap or 1, part.schedule.reserve
-                        self.evict(part, max(cap - max(reserve, 1), 1))
-                self._look_ahead()
-            taken = min(q - done, self._due - self.clock, PIECE)
-            if self.cursor + taken > self.k_tail.shape[1]:
-                self._shift(taken)
-            at = slice(self.cursor, self.cursor + taken)
-            self.k_tail[:, at] = keys[:, done : done + taken]
-            self.v_tail[:, at] = values[:, done : done + taken]
-            self.cursor, self.clock, done = self.cursor + taken, self.clock + taken, done + taken
-            yield taken
-            if self.clock >= self._due:
-                self._change(self.clock)
-                self._settle()
-
-    def _look_ahead(self) -> None:
+    def look_ahead(self) -> None:
         """What holds until the next event.
 
         When a row must evict before a token comes (_full), and when one packs or evicts after it (_due); which slots
         (`_lengths`, each bank's `lengths`, in all `_used`) and columns of the tail (from `_begin` on) hold something;
         whether any of these is hidden.
         """
-        self._full, self._due = NEVER, NEVER
-        self._ahead = max(p.seen - p.clock for p in self.parts)
-        self._begin = self.cursor
-        self._reindexed = [p for p in self.parts if p.schedule.reindex is not None]
-        self._lengths = torch.zeros_like(self._all)  # slots of each strand
+        self.full_at, self.due_at = NEVER, NEVER
+        self.ahead = max(p.seen - p.clock for p in self.parts)
+        self.begin = self.cursor
+        self.reindexed = [p for p in self.parts if p.schedule.reindex is not None]
+        self.lengths = torch.zeros_like(self.every)  # slots of each strand
         for part in self.parts:
             if part.touch(self.clock).full:
-                self._full = self.clock
-            self._due = min(self._due, self.clock + part.room())
-            self._begin = min(self._begin, self.cursor - part.tail)
-            self._lengths[part.strands] = part.slots
+                self.full_at = self.clock
+            self.due_at = min(self.due_at, self.clock + part.room())
+            self.begin = min(self.begin, self.cursor - part.tail)
+            self.lengths[part.strands] = part.slots
         for bank in (*self.k_banks, *self.v_banks):
-            bank.fill(self._lengths[bank.strands])
-        self._used = max(b.used for b in self.k_banks)
-        old, new = self.hidden[:, : self._used], self.hidden[:, self.slots + self._begin : self.slots + self.cursor]
-        self._old_hidden, self._new_hidden = bool(old.any()), bool(new.any())
-        self._runs: list[kernel.Run] | None = None
-        self._tails: tuple[compiled.Entries, compiled.Entries] | None = None
+            bank.fill(self.lengths[bank.strands])
+        self.used = max(b.used for b in self.k_banks)
+        old, new = self.hidden[:, : self.used], self.hidden[:, self.slots + self.begin : self.slots + self.cursor]
+        self.old_hidden, self.new_hidden = bool(old.any()), bool(new.any())
+        self.known_runs: list[kernel.Run] | None = None
+        self.known_tails: tuple[compiled.Entries, compiled.Entries] | None = None
 
-    def _settle(self) -> None:
-        """Pack the groups that left the window, evict what is over its cap after beta tokens ("paper")."""
-        for part in self.parts:
-            s = part.touch(self.clock).schedule
-            due = s.cap is not None and s.overshoot == "paper" and part.steps >= s.beta
-            if due and s.cap is not None and part.n > s.cap:
-                self.evict(part, s.cap)
-                continue
-            part.steps = 0 if due else part.steps
-            st = part.storage
-            if st.quantised and (count := max(part.tail - st.window, 0) // st.group * st.group):
-                self._pack(part, count)
-        self._look_ahead()
-
-    def _pack(self, part: Part, count: int) -> None:
+    def pack(self, part: Part, count: int) -> None:
         """Move a part's oldest `count` entries from the tail to its banks."""
         st, begin = part.storage, self.cursor - part.tail
         old = slice(begin, begin + count)
@@ -557,7 +453,7 @@ class Strands:
         slot = part.slots
         if part.n - part.tail == part.first == slot:  # the first run goes on where it ends on a whole group
             part.first += count
-        self._reserve(part, slot + count)
+        self.reserve(part, slot + count)
         self.k_banks[part.k[0]].write(part.k[1], slot, k)
         self.v_banks[part.v[0]].write(part.v[1], slot, v)
         self.hidden[part.strands, slot : slot + count] = False
@@ -567,10 +463,10 @@ class Strands:
             self.accumulated[part.strands, slot : slot + count] = moved
             moved.zero_()
         part.slots, part.tail = slot + count, part.tail - count
-        self.base[part.sequence] -= saved
+        self.ledger.base[part.sequence] -= saved
         self._where = None
 
-    def _reserve(self, part: Part, slots: int) -> None:
+    def reserve(self, part: Part, slots: int) -> None:
         """Room for `slots` of a part in its banks, and in the mask."""
         banks = self.k_banks[part.k[0]], self.v_banks[part.v[0]]
         for bank in banks:
@@ -587,11 +483,11 @@ class Strands:
                 self.accumulated = torch.cat(parts, dim=1)
             self.slots += more
 
-    def _shift(self, new: int) -> None:
+    def shift(self, new: int) -> None:
         """Make `new` free columns: rows that never pack lay their tail down, the others' moves to the left end."""
         for part in self.parts:
             if not part.touch(self.clock).storage.quantised and part.tail:
-                self._pack(part, part.tail)
+                self.pack(part, part.tail)
         evicting = [p.storage.window for p in self.parts if p.storage.quantised and p.schedule.cap is not None]
         keep = min(max([0, *(p.tail for p in self.parts), *evicting]), self.cursor)
         begin, size = self.cursor - keep, self.k_tail.shape[1]
@@ -608,180 +504,13 @@ class Strands:
             x = getattr(self, name)
             setattr(self, name, torch.cat([x[:, begin : self.cursor], x.new_zeros(x.shape[0], spare, self.dim)], dim=1))
         self.cursor, self._where = keep, None
-        self._look_ahead()
-
-    def evict(self, part: Part, keep: int) -> None:
-        """Keep `keep` entries per head, chosen by the method's own scorer from what is still held."""
-        if keep >= part.n:
-            return
-        if part.choose is None:
-            raise RuntimeError("a row with a cap needs a scorer that can score while decoding")
-        old = self._row(part)
-        keys, values = old.dense(torch.float32)
-        observed = {} if old.accumulated is None else {"accumulated": old.accumulated}
-        asked = None
-        if old.queries is not None:  # those before the first token are none
-            asked = old.queries[:, :, max(part.asked - part.seen, 0) :].flatten(0, 1)
-        index = part.choose(keys, values, old.true_positions(), part.seen, keep, observed, asked)
-        accumulated = (
-            None if old.accumulated is None else old.accumulated.gather(1, index.expand(len(old.accumulated), -1))
-        )
-        keys, values, kept = gather(keys, values, old.true_positions(), index)
-        form: Literal["shared", "per_head"] = "per_head" if index.shape[0] > 1 else "shared"
-        storage = replace(part.storage, positions=form)
-        row = LayerKV(
-            keys, values, kept, storage, seen=part.seen, dtype=old.dtype, accumulated=accumulated, queries=old.queries
-        )
-        part.first, part.slots = _first(row)
-        part.steps = 0
-        self._reserve(part, part.slots)
-        self._lay(part, row)
-        rate = row.bytes_per_token - old.bytes_per_token
-        self.one[part.sequence] += rate
-        self.base[part.sequence] += row.bytes - old.bytes - rate * self.clock
-
-    # Attention
-
-    @property
-    def path(self) -> str:
-        """What computes a step of one token: "triton" on GPUs that have it, "compiled" on a CPU, "torch" otherwise."""
-        if self.accumulated is None and not self._reindexed and kernel.usable(self.k_tail.device):
-            return "triton"
-        return "compiled" if compiled.usable(self.k_tail, 1) else "torch"
-
-    def runs(self) -> list[kernel.Run]:
-        """What is held as the kernel reads it: strands that share both banks together, then the tail of all."""
-        if self._runs is None:
-            self._runs = []
-            pairs: dict[tuple[int, int], list[Part]] = {}
-            for part in self.parts:
-                if part.slots:
-                    pairs.setdefault((part.k[0], part.v[0]), []).append(part)
-            for (k, v), parts in pairs.items():
-                index = [
-                    [first + h for p, first in zip(parts, firsts, strict=True) for h in range(p.heads)]
-                    for firsts in ([p.at for p in parts], [p.k[1] for p in parts], [p.v[1] for p in parts])
-                ]
-                index.append([p.slots for p in parts for _ in range(p.heads)])
-                at, k_rows, v_rows, lengths = torch.tensor(index, dtype=torch.int32, device=self.k_tail.device)
-                sides = kernel.Side.of(self.k_banks[k]), kernel.Side.of(self.v_banks[v])
-                longest = max(p.slots for p in parts)
-                self._runs.append(kernel.Run(*sides, at, k_rows, v_rows, lengths, longest, self.hidden))
-        begin, columns = self._begin, self.cursor - self._begin
-        every = torch.arange(len(self.k_tail), dtype=torch.int32, device=self.k_tail.device)
-        lengths = torch.full_like(every, columns)
-        tails = kernel.Side.plain(self.k_tail[:, begin:]), kernel.Side.plain(self.v_tail[:, begin:])
-        hidden = self.hidden[:, self.slots + begin :]
-        return [*self._runs, kernel.Run(*tails, every, every, every, lengths, columns, hidden)]
-
-    def _attention(self, query: Tensor, window: int | None) -> Tensor:
-        """Scaled queries (S, G, p, d) of the newest p tokens over all that is held, themselves included."""
-        strands, group, p, dim = query.shape
-        if p == 1 and window is None and self.path == "triton":
-            return kernel.decode(query[:, :, 0], self.runs())[:, :, None]
-        used, n = self._used, self._used + self.cursor - self._begin
-        size, out = max(LOGITS // (strands * group * n), 1), []
-        for start in range(0, p, size):
-            part = query[:, :, start : start + size]
-            q = part.shape[2]
-            flat = part.reshape(strands, group * q, dim)
-            fast = compiled.usable(flat, group * q)
-            if flat.is_cpu:
-                flat = flat.float().contiguous()
-            logits = self._logits(flat, fast)
-            for row in self._reindexed:
-                self._bring_near(row, flat, logits)
-            if p > 1 or window is not None:
-                self._hide(logits.view(strands, group, q, n), start, p, window)
-            probs = self._softmax(logits, fast)
-            if self.accumulated is not None:
-                received = probs.sum(1)
-                self.accumulated[:, :used] += received[:, :used]
-                self.accumulated[:, self.slots + self._begin : self.slots + self.cursor] += received[:, used:]
-            out.append(self._mixed(probs, flat, fast).view(strands, group, q, dim).to(query.dtype))
-        return torch.cat(out, dim=2) if len(out) > 1 else out[0]
-
-    def _bring_near(self, part: Part, query: Tensor, logits: Tensor) -> None:
-        """Logits of a re-indexed row's sinks again, as if they stood right before its newest entries (`Reindex`)."""
-        reindex, known = part.schedule.reindex, part.positions
-        part.touch(self.clock)
-        if reindex is None or known is None or part.seen == part.n:
-            return
-        first = known[: reindex.sinks]
-        sinks = int((first == torch.arange(len(first), device=first.device)).sum())
-        bank, start = self.k_banks[part.k[0]], part.k[1]
-        keys = bank.x[start : start + part.heads, :sinks].to(query.dtype)
-        nearer = back(query[part.strands], part.seen - part.n, reindex.rotary).to(query.dtype)
-        logits[part.strands, :, :sinks] = torch.bmm(nearer, keys.mT)
-
-    def _logits(self, flat: Tensor, fast: bool) -> Tensor:
-        """Scaled queries (S, R, d) times all keys: (S, R, used slots + columns); unused slots are arbitrary."""
-        logits = flat.new_empty(*flat.shape[:2], self._used + self.cursor - self._begin)
-        if fast:
-            compiled.score(flat, self._newest()[0], logits)
-        else:
-            keys = self.k_tail[:, self._begin : self.cursor].to(flat.dtype)
-            logits[:, :, self._used :] = torch.bmm(flat, keys.mT)
-        for bank in self.k_banks:
-            if bank.used:
-                bank.score(flat, logits)
-        return logits
-
-    def _softmax(self, logits: Tensor, fast: bool) -> Tensor:
-        """softmax(logits) without what is hidden, in float32 where its sums are wanted."""
-        used, first = self._used, self.slots + self._begin
-        if fast:
-            compiled.softmax(logits, self.hidden, self._lengths, used, first - used, self.accumulated is not None)
-            return logits
-        if self._old_hidden:
-            logits[:, :, :used].masked_fill_(self.hidden[:, None, :used], -torch.inf)
-        if self._new_hidden:
-            hidden = self.hidden[:, None, first : self.slots + self.cursor]
-            logits[:, :, used:].masked_fill_(hidden, -torch.inf)
-        return torch.softmax(logits, dim=-1, dtype=None if self.accumulated is None else torch.float32)
-
-    def _mixed(self, probs: Tensor, flat: Tensor, fast: bool) -> Tensor:
-        """All values weighted by probs (S, R, n): (S, R, d)."""
-        if fast:
-            mixed = torch.zeros_like(flat)
-            compiled.mix(probs, self._newest()[1], mixed)
-        else:
-            values = self.v_tail[:, self._begin : self.cursor].to(flat.dtype)
-            mixed = torch.bmm(probs[:, :, self._used :].to(flat.dtype), values)
-        for bank in self.v_banks:
-            if bank.used:
-                bank.mix(probs, mixed)
-        return mixed
-
-    def _newest(self) -> tuple[compiled.Entries, compiled.Entries]:
-        """The tail's K and V as compiled code reads them, with one end for all."""
-        if self._tails is None:
-            none, ends = self.k_tail.new_empty(0), torch.full_like(self._all, self.cursor)
-            rest = none, none, 16, 1, ends, self._all, self._begin, self._used
-            self._tails = compiled.Entries(self.k_tail, *rest), compiled.Entries(self.v_tail, *rest)
-        for side in self._tails:
-            side.reach(self.cursor)
-        return self._tails
+        self.look_ahead()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: its tensors lie elsewhere."""
-        return self.__dict__ | {"_tails": None}
+        return self.__dict__ | {"known_tails": None}
 
-    def _hide(self, logits: Tensor, start: int, p: int, window: int | None) -> None:
-        """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, and what left `window`."""
-        q, n = logits.shape[2:]
-        me = torch.arange(start, start + q, device=logits.device)
-        later = torch.arange(p, device=logits.device) > me[:, None]
-        logits[..., n - p :].masked_fill_(later, -torch.inf)
-        if window is not None:
-            where, ahead = self._places()
-            where = torch.cat(
-                [where[:, : self._used], where[:, self.slots + self._begin : self.slots + self.cursor]], dim=1
-            )
-            at = (ahead[:, None] + (self.clock - p) + me)[..., None]  # (S, q, 1): the queries' own positions
-            logits.masked_fill_((at - where[:, None] >= window)[:, None], -torch.inf)
-
-    def _places(self) -> tuple[Tensor, Tensor]:
+    def places(self) -> tuple[Tensor, Tensor]:
         """True positions (S, slots + columns) of what lies where, and (S,) how far each strand is ahead of the clock.
 
         Kept until rows pack or evict: a column to come holds the position to come.
@@ -794,7 +523,7 @@ class Strands:
             where = torch.zeros(self.hidden.shape, dtype=torch.int64, device=device)
             where[:, self.slots :] = self._ahead_of[:, None] + columns
             for part in self.parts:
-                known = self._positions(part)
+                known = self.positions_of(part)
                 known = torch.arange(part.n, device=device) if known is None else known.long()
                 old, end, mine = part.n - part.tail, self.slots + self.cursor, where[part.strands]
                 mine[:, : part.first] = known[..., : part.first]
