@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moend.errors import Blocked
-from moend.models.load import hub_is_off, hub_roots
+from moend.models.hub import is_off, roots
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class HubFile:
         """Where it lies on this machine. No network."""
         from huggingface_hub import try_to_load_from_cache
 
-        for root in hub_roots(self.cache) if self.cache else [None]:
+        for root in roots(self.cache) if self.cache else [None]:
             found = try_to_load_from_cache(
                 self.repo, self.file, cache_dir=root, repo_type="dataset", revision=self.revision
             )
@@ -32,7 +32,7 @@ class HubFile:
 
     def unavailable(self) -> str | None:
         """Why it cannot be had: it is not here and the hub is switched off."""
-        if self.cached() or not hub_is_off():
+        if self.cached() or not is_off():
             return None
         return f"{self.repo} is not in the hub cache and the hub is off: set benchmark.data_dir to its JSONL files"
 
@@ -46,7 +46,7 @@ class HubFile:
             return found
         from huggingface_hub import hf_hub_download
 
-        root = hub_roots(self.cache)[-1] if self.cache else None
+        root = roots(self.cache)[-1] if self.cache else None
         try:
             return Path(
                 hf_hub_download(self.repo, self.file, repo_type="dataset", revision=self.revision, cache_dir=root)

@@ -10,11 +10,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipelines.results import aggregate as results
+from pipelines.store import provenance
 from pipelines.store.cells import write_atomic
 
 PARTS = ("moend", "pipelines", "hydra_plugins", "conf", "sweeps")
-COMMIT = results.COMMIT_FILE
+COMMIT = provenance.COMMIT_FILE
 
 
 def root() -> Path:
@@ -47,7 +47,7 @@ def take(into: Path) -> Path:
             target = temp / source.relative_to(root())
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
-        if (commit := results.commit()) is not None:
+        if (commit := provenance.commit()) is not None:
             (temp / COMMIT).write_text(commit + "\n")
         made = into / digest(temp)  # of the copy: the original may be edited this moment
         if made.is_dir() and digest(made) != made.name:  # somebody has edited the copy
@@ -65,7 +65,7 @@ def take(into: Path) -> Path:
 
 def record_difference(path: Path) -> None:
     """Write what the checkout has beyond its commit, as a patch; nothing where there is no checkout."""
-    if (results.commit() or "").endswith("-dirty"):
+    if (provenance.commit() or "").endswith("-dirty"):
         command = ["git", "diff", "HEAD", "--binary", "--", *PARTS]
         done = subprocess.run(command, cwd=root(), capture_output=True, text=True, timeout=60, check=True)
         write_atomic(path, done.stdout)

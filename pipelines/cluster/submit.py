@@ -32,6 +32,7 @@ from pipelines.execution.runner import store_argument
 from pipelines.planning import planner
 from pipelines.planning.planner import Cell, Plan
 from pipelines.planning.schema import ClusterConfig, minutes
+from pipelines.store import provenance
 from pipelines.store.cells import Process, Store, held, write_json
 
 POLL_S = 2.0
@@ -200,8 +201,6 @@ def _freeze(
     args: Sequence[str],
 ) -> Path:
     """Write the submission and the copy of the code; returns the copy."""
-    from pipelines.results import aggregate as results
-
     code = snapshot.take(sweep.folder / "code")
     snapshot.record_difference(sweep.folder / "diff.patch")
     frozen = []
@@ -229,7 +228,7 @@ def _freeze(
             "command": command(args, "run"),
             "store": str(plan.store.root),
             "code": code.name,
-            "commit": results.commit(),
+            "commit": provenance.commit(),
             "count": count,
             "requeues": cluster.requeues,
             "workers": workers(cluster) if cluster.name == "local" else None,

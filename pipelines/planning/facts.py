@@ -86,6 +86,7 @@ class Planner:
 
         A dry run asks no network: what is not here is `absent`, and named by what the configuration pins.
         """
+        from moend.models import hub
         from moend.models import load as models
 
         spec, method, bench = parts.parts(config)
@@ -98,7 +99,7 @@ class Planner:
             bench.check(arch, config.generation.max_new_tokens)
         expected, no_data, no_data_yet = self._once(_expected, bench, network)
         identity: dict[str, Any] = {"model": weights, "benchmark": identity_of(bench), "method": method.version}
-        if missing and spec.source == "hub" and models.hub_is_off():
+        if missing and spec.source == "hub" and hub.is_off():
             unreadable = unreadable or missing
         infeasible = None
         full = cell = length = new = 0

@@ -22,6 +22,7 @@ from pipelines.reporting.tables import DELTA_TITLES, TITLES, ablations, notes
 from pipelines.results import aggregate as results
 from pipelines.results.deltas import Delta
 from pipelines.results.sweep import GONE, Row, Sweep, compared, rows
+from pipelines.store import provenance
 from pipelines.store.cells import CorruptRecords, Store, write_atomic, write_json
 
 # What a narrow terminal leaves out, first to last: table.csv and the page have all of it.
@@ -135,7 +136,7 @@ def write(store: Store, name: str, differences: Sequence[Delta], *, again: bool 
 def _fingerprint(sweep: Sweep) -> str:
     """What a report is a function of: results, states and code."""
     cells = [[row.key, row.state, row.result] for row in sweep.rows]
-    return key([sweep.name, results.commit(), results.versions(), cells])
+    return key([sweep.name, provenance.commit(), provenance.versions(), cells])
 
 
 @dataclass(frozen=True)

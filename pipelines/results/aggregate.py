@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from moend.errors import UserError
 from moend.statistics import paired as statistics
+from pipelines.store.provenance import commit, machine, mixed, versions
 
 Records = Sequence[dict[str, Any]]
 
@@ -93,6 +88,7 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "extraction_rate": sum(answered) / len(answered) if new_tokens else None,
         "truncated": sum(r["truncated"] > 0 for r in records),
         "finish_reasons": dict(Counter(r["finish_reason"] for r in records)),
+        "mixed": mixed(records),
         "versions": versions(),
         "commit": commit(),
         "machine": machine(),
@@ -131,51 +127,3 @@ def _grid(records: Records) -> list[dict[str, Any]] | None:
 def _interval(scored: dict[str, Any]) -> dict[str, float | None]:
     """Null bounds: the examples say nothing about the spread."""
     return {"score": scored["score"], "score_low": scored["low"], "score_high": scored["high"]}
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """What computed it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version()}
-    for name in ("moend", "torch", "transformers", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "checkout"
-    return found
-
-
-@functools.cache
-def machine() -> dict[str, Any]:
-    """Where it was computed: host, operating system, processor, cores this process may use, GPUs."""
-    import torch
-
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        named = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-        model = named[0].partition(":")[2].strip() if named else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    system = f"{platform.system()} {platform.release()}"
-    return {"host": platform.node(), "system": system, "processor": model, "cores": cores, "gpus": gpus}
-
-
-COMMIT_FILE = "COMMIT"
-
-
-@functools.cache
-def commit() -> str | None:
-    """The commit of the checkout, `-dirty` where files differ from it; None outside of one."""
-    here = Path(__file__).resolve().parents[2]
-    if (frozen := here / COMMIT_FILE).is_file():  # a copy of the code that was made for jobs
-        return frozen.read_text(encoding="utf-8").strip()
-    try:
-        run = functools.partial(subprocess.run, cwd=here, capture_output=True, text=True, timeout=10, check=True)
-        if Path(run(["git", "rev-parse", "--show-toplevel"]).stdout.strip()) != here:
-            return None
-        head = run(["git", "rev-parse", "HEAD"]).stdout.strip()
-        return head + ("-dirty" if run(["git", "status", "--porcelain", "-uno"]).stdout.strip() else "")
-    except (OSError, subprocess.SubprocessError):
-        return None

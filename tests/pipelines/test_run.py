@@ -20,8 +20,8 @@ from pipelines.execution import calibrate
 from pipelines.execution import runner as launcher
 from pipelines.planning import planner
 from pipelines.reporting import report
-from pipelines.results import aggregate as results
 from pipelines.results import rescore as rescoring
+from pipelines.store import provenance
 from pipelines.store.cells import Lease, LeaseLost, Store
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
@@ -398,5 +398,5 @@ def test_calibrate_shows_and_writes_the_plan(runs: Runs, monkeypatch: pytest.Mon
 
 
 def test_the_commit_is_known_or_absent() -> None:
-    commit = results.commit()
+    commit = provenance.commit()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
-from tests.moend.test_rope import BASE, ROPES
+from tests.moend.hf.test_rope import BASE, ROPES
 from tests.tiny import ARCHITECTURES, tiny
 
 
