@@ -19,7 +19,8 @@ from typing import Any
 from pipelines.planning import identity
 from pipelines.reporting import report
 from pipelines.results import aggregate as results
-from pipelines.store.cells import Store, write_json
+from pipelines.store.cells import Store
+from pipelines.store.files import write_json
 
 METHODS = ("full", "1d", "2d_uniform", "2d", "2d_hetero", "ripple_2d", "SnapKV", "H2O", "PyramidKV", "RippleKV")
 BUDGETS = ("0.05r", "0.1r", "0.2r", "0.3r", "0.4r", "0.5r")

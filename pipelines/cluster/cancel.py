@@ -18,7 +18,8 @@ from pipelines.cli.terminal import say
 from pipelines.cluster import slurm
 from pipelines.cluster.jobs import Job, Submitted
 from pipelines.reporting.report import parse
-from pipelines.store.cells import Process, Store, held
+from pipelines.store.cells import Store
+from pipelines.store.lease import Process, held
 
 PATIENCE_S = 5.0
 USAGE = """Stop the jobs of a sweep. What is finished stays, and the command that was given goes on from there.

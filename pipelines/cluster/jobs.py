@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from moend.errors import UserError
 from pipelines.cluster import slurm
-from pipelines.store.cells import Process, read_json, write_json
+from pipelines.store.files import read_json, write_json
+from pipelines.store.lease import Process
 
 Kind = Literal["calibrate", "run", "report", "local"]  # local: a supervisor and its workers, which do all of it
 

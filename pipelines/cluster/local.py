@@ -17,7 +17,7 @@ from typing import Any
 
 from pipelines.cluster import worker
 from pipelines.cluster.jobs import Submitted, now
-from pipelines.store.cells import read_json
+from pipelines.store.files import read_json
 
 POLL_S = 0.2
 A_MONTH = 30 * 24 * 60  # submitit's local jobs have a time limit of two minutes unless told

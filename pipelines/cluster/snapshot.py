@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelines.store import provenance
-from pipelines.store.cells import write_atomic
+from pipelines.store.files import write_atomic
 
 PARTS = ("moend", "pipelines", "hydra_plugins", "conf", "sweeps")
 COMMIT = provenance.COMMIT_FILE

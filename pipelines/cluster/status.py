@@ -25,7 +25,8 @@ from pipelines.cli.terminal import budget, question, say
 from pipelines.cluster import slurm
 from pipelines.cluster.jobs import Job, Started, Submitted, last_line
 from pipelines.reporting.report import parse
-from pipelines.store.cells import CellStore, CorruptRecords, RecordKey, Store, parse_records, record_key, write_json
+from pipelines.store.cells import CellStore, CorruptRecords, RecordKey, Store, parse_records, record_key
+from pipelines.store.files import write_json
 
 State = Literal["done", "running", "pending", "failed", "blocked", "stopped", "infeasible"]
 ORDER: tuple[State, ...] = ("done", "running", "pending", "failed", "blocked", "stopped", "infeasible")
@@ -218,8 +219,7 @@ class _Look:
 
 
 def _count(folder: CellStore) -> int:
-    paths = sorted((folder.folder / "records").glob("*-of-*.jsonl"))
-    return len(frozenset().union(*(_keys(path, path.stat().st_size) for path in paths)))
+    return len(frozenset().union(*(_keys(path, path.stat().st_size) for path in folder.files())))
 
 
 @functools.lru_cache(maxsize=10_000)

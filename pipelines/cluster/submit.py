@@ -33,7 +33,9 @@ from pipelines.planning import planner
 from pipelines.planning.planner import Cell, Plan
 from pipelines.planning.schema import ClusterConfig, minutes
 from pipelines.store import provenance
-from pipelines.store.cells import Process, Store, held, write_json
+from pipelines.store.cells import Store
+from pipelines.store.files import write_json
+from pipelines.store.lease import Process, held
 
 POLL_S = 2.0
 REPORT_MINUTES = 60

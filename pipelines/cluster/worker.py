@@ -25,7 +25,9 @@ from pipelines.execution import session as evaluate
 from pipelines.planning import identity, planner
 from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.planner import Plan
-from pipelines.store.cells import CorruptRecords, Process, Store, read_json
+from pipelines.store.cells import CorruptRecords, Store
+from pipelines.store.files import read_json
+from pipelines.store.lease import Process
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission

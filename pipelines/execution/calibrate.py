@@ -22,7 +22,7 @@ from pipelines.execution import session as evaluate
 from pipelines.execution.runner import Runner
 from pipelines.planning import planner
 from pipelines.planning.planner import Cell, Plan
-from pipelines.store.cells import write_json
+from pipelines.store.files import write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,9 @@ from pipelines.planning import planner
 from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.planner import Cell, Plan, State
 from pipelines.results import aggregate as results
-from pipelines.store.cells import Busy, CorruptRecords, LeaseLost, RecordKey, Shard, held, write_json
+from pipelines.store.cells import CorruptRecords, RecordKey, Shard
+from pipelines.store.files import write_json
+from pipelines.store.lease import Busy, LeaseLost, held
 
 POLL_S = 1.0
 

@@ -23,7 +23,8 @@ from pipelines.results import aggregate as results
 from pipelines.results.deltas import Delta
 from pipelines.results.sweep import GONE, Row, Sweep, compared, rows
 from pipelines.store import provenance
-from pipelines.store.cells import CorruptRecords, Store, write_atomic, write_json
+from pipelines.store.cells import CorruptRecords, Store
+from pipelines.store.files import write_atomic, write_json
 
 # What a narrow terminal leaves out, first to last: table.csv and the page have all of it.
 SPARE = ("tokens/s", "eq. 1", "full", "peak", "answer NLL", "compression", "question")

@@ -16,7 +16,7 @@ from moend.errors import UserError, unknown
 from pipelines.cli.hydra import config_folder, small
 from pipelines.cli.terminal import console, say
 from pipelines.reporting.report import parse
-from pipelines.store.cells import write_json
+from pipelines.store.files import write_json
 
 if TYPE_CHECKING:
     from rich.console import Console

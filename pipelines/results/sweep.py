@@ -12,7 +12,8 @@ from typing import Any
 from pipelines.cli.terminal import budget, question
 from pipelines.planning.identity import differences
 from pipelines.results.deltas import Delta, Scored, deltas
-from pipelines.store.cells import Store, read_json
+from pipelines.store.cells import Store
+from pipelines.store.files import read_json
 
 GONE = ("incomplete", "failed", "blocked")  # states that a rerun of the command may change
 

@@ -20,7 +20,8 @@ from pipelines.cli import terminal
 from pipelines.cli.hydra import small, sweep_folder
 from pipelines.cli.terminal import say
 from pipelines.reporting.report import parse
-from pipelines.store.cells import Store, read_json, write_json
+from pipelines.store.cells import Store
+from pipelines.store.files import read_json, write_json
 from pipelines.tracking import upload as sync
 from pipelines.tracking import wandb as tracking
 

@@ -24,7 +24,8 @@ from pipelines.cli.hydra import Terminated, small, termination
 from pipelines.cli.terminal import say
 from pipelines.planning.schema import TrackingConfig, mistake
 from pipelines.reporting.report import parse
-from pipelines.store.cells import Busy, Lease, Store
+from pipelines.store.cells import Store
+from pipelines.store.lease import Busy, Lease
 from pipelines.tracking import wandb as tracking
 from pipelines.tracking.wandb import Item
 

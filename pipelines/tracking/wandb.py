@@ -35,7 +35,9 @@ from moend.errors import UserError
 from pipelines.planning.identity import key as hash_of
 from pipelines.planning.schema import TrackingConfig
 from pipelines.planning.schema import sweeps as sweep_files
-from pipelines.store.cells import Busy, Lease, Store, read_json, record_key, write_json
+from pipelines.store.cells import Store, record_key
+from pipelines.store.files import read_json, write_json
+from pipelines.store.lease import Busy, Lease
 
 FORM = 1  # of what is written; another number publishes every cell again
 TAG = 64  # the longest tag W&B takes

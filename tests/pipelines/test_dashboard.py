@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pipelines.planning import schema
-from pipelines.store.cells import Store, read_json, write_json
+from pipelines.store.cells import Store
+from pipelines.store.files import read_json, write_json
 from pipelines.tracking import dashboards as dashboard
 from pipelines.tracking import wandb as tracking
 from tests.pipelines import wandb_files

@@ -22,7 +22,8 @@ from pipelines.planning import planner
 from pipelines.reporting import report
 from pipelines.results import rescore as rescoring
 from pipelines.store import provenance
-from pipelines.store.cells import Lease, LeaseLost, Store
+from pipelines.store.cells import Store
+from pipelines.store.lease import Lease, LeaseLost
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 

@@ -13,7 +13,9 @@ import pytest
 from pipelines import run
 from pipelines.cluster import cancel, status
 from pipelines.cluster.jobs import End, Job, Started, Submitted, last_line
-from pipelines.store.cells import Process, Store, read_json, write_json
+from pipelines.store.cells import Store
+from pipelines.store.files import read_json, write_json
+from pipelines.store.lease import Process
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs
 from tests.pipelines.test_submit import programs

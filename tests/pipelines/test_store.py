@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -17,18 +18,10 @@ from typing import Any
 import pytest
 
 from moend.errors import UserError
-from pipelines.store import cells as module
-from pipelines.store.cells import (
-    Busy,
-    CellStore,
-    CorruptRecords,
-    Lease,
-    LeaseLost,
-    Shard,
-    Store,
-    write_atomic,
-    write_json,
-)
+from pipelines.store import lease as module
+from pipelines.store.cells import CellStore, CorruptRecords, Shard, Store
+from pipelines.store.files import share_all, write_atomic, write_json
+from pipelines.store.lease import Busy, Lease, LeaseLost, taken
 
 
 def cell(tmp_path: Path) -> CellStore:
@@ -80,9 +73,6 @@ def test_a_malformed_whole_line_is_an_error_with_file_and_line(tmp_path: Path) -
             made.records()
         with pytest.raises(CorruptRecords, match="line 2"):
             Shard(shard_path(made))
-    shard_path(made).write_text((json.dumps(record("x")) + "\n") * 2)
-    with pytest.raises(CorruptRecords, match="second time"):
-        made.records()
 
 
 def test_shards_of_any_number_are_one_cell(tmp_path: Path) -> None:
@@ -93,6 +83,20 @@ def test_shards_of_any_number_are_one_cell(tmp_path: Path) -> None:
         shard.append(record("b"))
         shard.append(record("a"))  # computed under both shardings: counts once
     assert sorted(r["id"] for r in made.records()) == ["a", "b"]
+
+
+def test_lines_that_are_there_twice_are_left_out_and_told(tmp_path: Path) -> None:
+    made = cell(tmp_path)
+    first = {**record("x"), "score": 1}
+    shard_path(made).write_text("".join(json.dumps(r) + "\n" for r in (first, first, record("y"))))
+    (made.folder / "records" / "0-of-1.g10.jsonl").write_text(json.dumps({**record("x"), "score": 3}) + "\n")
+    (made.folder / "records" / "0-of-1.g2.jsonl").write_text(json.dumps({**record("x"), "score": 2}) + "\n")
+    assert made.records() == [first, record("y")]  # of two that differ the earlier generation's counts
+    assert made.finish([("t", "x", 0), ("t", "y", 0)], lambda found: {"key": made.key, "n": len(found)})
+    told = ["0-of-1.jsonl: 1 of 3 records were there already, left out"]
+    told += [f"0-of-1.g{n}.jsonl: 1 of 1 records were there already, left out" for n in (2, 10)]
+    assert made.result() == {"key": made.key, "n": 2, "repeated": told}
+    assert all(line in (made.folder / "log.txt").read_text() for line in told)
 
 
 @pytest.mark.parametrize(
@@ -228,21 +232,86 @@ def test_of_many_racers_one_wins(tmp_path: Path) -> None:
         won[0].release()
 
 
+def silent(path: Path) -> None:
+    """As if the heart of a lease had not beaten for long."""
+    long_ago = path.stat().st_mtime - module.EXPIRY_S - 1
+    os.utime(path, (long_ago, long_ago))
+
+
 def test_a_silent_lease_expires_and_its_holder_notices(tmp_path: Path) -> None:
     lease = Lease(tmp_path / "s")
-    later = Lease(tmp_path / "s", clock=lambda: time.time() + module.EXPIRY_S + 1)
-    assert later.generation == 2
+    silent(tmp_path / "s.lease.1")
+    later = Lease(tmp_path / "s")
+    assert (later.generation, lease.writes, later.writes) == (2, 1, 2)
     with pytest.raises(LeaseLost):
         lease.check()
     lease.release()  # must not free what is another's
     with pytest.raises(Busy):
         Lease(tmp_path / "s")
     later.check()
+    later.release()
+    assert Lease(tmp_path / "s").writes == 2  # whose holder has ended for certain: its files are gone on with
+
+
+def test_who_takes_a_lease_over_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    made = cell(tmp_path)
+    with made.shard() as first:
+        first.append(record("a"))
+        silent(shard_path(made).with_name("0-of-1.jsonl.lease.1"))
+        with made.shard() as second:
+            assert second.path.name == "0-of-1.g2.jsonl"
+            second.append(record("b"))
+            with pytest.raises(LeaseLost):
+                first.append(record("b"))
+            os.write(first.fd, json.dumps(record("b")).encode() + b"\n")  # it was stopped just before it wrote
+            second.append(record("c"))
+    found, repeated = made.union()
+    assert [r["id"] for r in found] == ["a", "b", "c"]
+    assert repeated == ["0-of-1.g2.jsonl: 1 of 2 records were there already, left out"]
+
+
+def test_the_age_of_a_lease_is_by_the_clock_that_dates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease, real = Lease(tmp_path / "s"), time.time
+    text = json.dumps({**json.loads((tmp_path / "s.lease.1").read_text()), "host": "elsewhere"})
+    (tmp_path / "s.lease.1").write_text(text)
+    for shift in (-1e6, 120, 1e6):
+        monkeypatch.setattr(time, "time", lambda s=shift: real() + s)
+        monkeypatch.setattr(module, "_clocks", {})
+        assert taken(tmp_path / "s")
+    silent(tmp_path / "s.lease.1")
+    assert not taken(tmp_path / "s")
+    assert not [p for p in tmp_path.iterdir() if "clock" in p.name]
+    lease.release()
+
+
+def test_one_beat_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    real, failed = os.utime, threading.Event()
+
+    def utime(path: Any, *args: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, "the server is away")
+        real(path, *args)
+
+    monkeypatch.setattr(os, "utime", utime)
+    lease, path = Lease(tmp_path / "s"), tmp_path / "s.lease.1"
+    assert failed.wait(10)
+    real(path, (1, 1))
+    until(lambda: path.stat().st_mtime > 1)
+    lease.release()
+
+
+def until(ready: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_dead_process_on_this_machine_holds_nothing(tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from pipelines.store.cells import Lease; "
+        "import os; from pathlib import Path; from pipelines.store.lease import Lease; "
         f"Lease(Path({str(tmp_path / 's')!r})); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
@@ -286,9 +355,70 @@ def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
     lease, path = Lease(tmp_path / "s"), tmp_path / "s.lease.1"
     os.utime(path, (1, 1))
-    for _ in range(200):
-        if path.stat().st_mtime > 1:
-            break
-        time.sleep(0.02)
-    assert path.stat().st_mtime > 1
+    until(lambda: path.stat().st_mtime > 1)
     lease.release()
+
+
+# Rights
+
+
+@pytest.mark.parametrize(("folder", "umask"), [(0o2775, 0o077), (0o755, 0o002), (0o700, 0o022), (0o2770, 0o027)])
+def test_what_is_made_has_the_rights_of_the_store(tmp_path: Path, folder: int, umask: int) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    root.chmod(folder)
+    before = os.umask(umask)
+    try:
+        store = Store(root)
+        store.prepare()
+        made = store.cell("0123456789abcdef")
+        made.create({}, {})
+        with made.shard() as shard:
+            shard.append(record("a"))
+        made.finish([("t", "a", 0)], lambda r: {"key": made.key})
+        made.log("x")
+        own = made.folder / "by_a_library"
+        own.mkdir()
+        (own / "file").write_text("")
+        share_all(own)
+    finally:
+        os.umask(before)
+    paths = list((root / "cells").rglob("*"))
+    assert len(paths) == 9
+    for path in paths:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (folder if path.is_dir() else folder & 0o666), path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be two users")
+def test_two_users_with_different_umasks_share_a_store(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    os.chown(root, -1, 54321)
+    root.chmod(0o2770)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+
+    def write(id: str) -> None:
+        store = Store(root)
+        store.prepare()
+        made = store.cell("0123456789abcdef")
+        made.create({}, {})
+        Shard(shard_path(made)).append(record(id))
+
+    for n, (user, umask) in enumerate(((54321, 0o077), (54322, 0o022), (54321, 0o077))):
+        if (child := os.fork()) == 0:  # an interpreter that only root may start is no obstacle
+            os.setgroups([54321])
+            os.setgid(54323)
+            os.setuid(user)
+            os.umask(umask)
+            code = 1
+            try:
+                write(str(n))
+                code = 9
+            except BaseException as e:
+                print(repr(e), file=sys.stderr, flush=True)
+            finally:
+                os._exit(code)  # no lease is given back
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(Store(root).cell("0123456789abcdef").records()) == 3

@@ -16,7 +16,7 @@ from pipelines.cluster.jobs import Job, Submitted
 from pipelines.planning import planner
 from pipelines.planning.planner import Plan
 from pipelines.planning.schema import ClusterConfig, minutes, validate
-from pipelines.store.cells import Process
+from pipelines.store.lease import Process
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from pipelines import run
-from pipelines.store.cells import Lease, Store, read_json, write_json
+from pipelines.store.cells import Store
+from pipelines.store.files import read_json, write_json
+from pipelines.store.lease import Lease
 from pipelines.tracking import upload as sync
 from pipelines.tracking import wandb as tracking
 from tests.pipelines import stub, wandb_files

@@ -17,7 +17,9 @@ import pytest
 from pipelines import run
 from pipelines.planning.schema import TrackingConfig
 from pipelines.reporting import tables
-from pipelines.store.cells import Lease, Store, read_json, record_key, write_json
+from pipelines.store.cells import Store, record_key
+from pipelines.store.files import read_json, write_json
+from pipelines.store.lease import Lease
 from pipelines.tracking import wandb as tracking
 from pipelines.tracking.wandb import Item
 from tests.pipelines import wandb_files

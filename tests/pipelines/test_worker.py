@@ -16,7 +16,8 @@ from pipelines.cluster.jobs import Submitted
 from pipelines.execution.runner import Runner
 from pipelines.planning import planner
 from pipelines.planning.planner import Plan
-from pipelines.store.cells import Store, read_json
+from pipelines.store.cells import Store
+from pipelines.store.files import read_json
 from tests.pipelines import stub
 from tests.pipelines.conftest import compose_points
 
