@@ -511,7 +511,7 @@ def scored(
     bench: Any, samples: Sequence[Any], cell: tuple[str, float], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
     """Scores of one cell on both sides with 95 % intervals, their paired difference, and equal answers."""
-    from moend.statistics.paired import mcnemar_exact, paired_share, wilson
+    from moend.statistics import mcnemar_exact, paired_share, wilson
 
     mine, peers = (
         [float(bench.score(s, t)["score"]) for s, t in zip(samples, texts, strict=True)] for texts in (ours, theirs)

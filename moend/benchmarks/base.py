@@ -13,17 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from moend.benchmarks.answers.extract import THINK_END, THINK_START, after_thinking
+from moend.benchmarks.answers.extract import THINK_END, after_thinking
 from moend.benchmarks.hub import HubFile
 from moend.budget import Arch
 from moend.errors import Blocked, UserError, unknown
-from moend.models.load import TEMPLATE_DATE
 
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATE = ("official", "all", "none")
 SPLITS = ("test", "calibration")
-SENTINEL = "9c1e7d"  # stands for a turn, to find where a template puts it
 
 
 @dataclass(frozen=True)
@@ -273,153 +271,6 @@ def choice(key: str, value: Any, allowed: Iterable[str]) -> None:
     """Refuse a value that is not among the allowed ones."""
     if value not in tuple(allowed):
         raise unknown(key, str(value), allowed)
-
-
-def encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of a text as it stands, nothing added, with each token's character span."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError("the tokenizer gives no character offsets: a fast tokenizer (tokenizer.json) is needed")
-    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False)
-    return list(out["input_ids"]), [(int(a), int(b)) for a, b in out["offset_mapping"]]
-
-
-def added_bos(tokenizer: Any) -> tuple[int, ...]:
-    """The BOS that the tokenizer itself puts before a plain text, or nothing."""
-    bos = tokenizer.bos_token_id
-    with_special = tokenizer("a")["input_ids"]
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return (bos,) if bos is not None and with_special[:1] == [bos] and plain[:1] != [bos] else ()
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A user turn in three pieces (before the context, the context, after it) and the start of the answer."""
-
-    head: str
-    context: str
-    tail: str
-    answer_prefix: str = ""
-
-
-def _chat(tokenizer: Any, user: str, **switches: Any) -> str:
-    turn = [{"role": "user", "content": user}]
-    fixed = {"tokenize": False, "add_generation_prompt": True, "date_string": TEMPLATE_DATE}
-    return str(tokenizer.apply_chat_template(turn, **fixed, **switches))
-
-
-def asks_to_think(tokenizer: Any, answer_prefix: str = "") -> bool:
-    """Whether a chat prompt ends inside a thought, or its template has a switch for thinking that is on by default."""
-    text = _chat(tokenizer, SENTINEL)
-    tail = text.rpartition(SENTINEL)[2] + answer_prefix
-    started, ended = tail.rfind(THINK_START), tail.rfind(THINK_END)
-    if started != ended:
-        return started > ended
-    return text != _chat(tokenizer, SENTINEL, enable_thinking=False)
-
-
-def assemble(prompt: Prompt, tokenizer: Any, *, chat: bool) -> tuple[str, tuple[int, int]]:
-    """The prompt's text and the characters its context takes in it."""
-    user = prompt.head + prompt.context + prompt.tail
-    if not user.strip():
-        raise UserError("the prompt is empty")
-    start = len(prompt.head)
-    if not chat:
-        text = user + ("\n" + prompt.answer_prefix if prompt.answer_prefix else "")
-        return text, (start, start + len(prompt.context))
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("the tokenizer has no chat template: set benchmark.chat_template=none")
-    text = _chat(tokenizer, user)
-    at = len(_chat(tokenizer, SENTINEL).partition(SENTINEL)[0])
-    if text.startswith(user, at):
-        lead = 0
-    elif text.startswith(user.strip(), at):  # some templates strip the turn
-        lead = len(user) - len(user.lstrip())
-    else:
-        raise UserError("the chat template rewrites the prompt: set benchmark.chat_template=none")
-    context_start = at + max(start - lead, 0)
-    context_end = at + min(max(start + len(prompt.context) - lead, 0), len(user.strip()) if lead else len(user))
-    return text + prompt.answer_prefix, (context_start, context_end)
-
-
-def render_prompt(
-    sample: Sample,
-    prompt: Prompt,
-    tokenizer: Any,
-    *,
-    chat: bool,
-    limit: int,
-    max_new_tokens: int,
-    gold: str = "",
-    gold_eos: bool = False,
-    stop: tuple[str, ...] = (),
-) -> Rendered:
-    """Tokenise a prompt once, cut the middle of its context if it is longer than `limit` tokens, and find the boundary.
-
-    The cut is made in the text and the text is tokenised again, so the ids are always those of a text; the first and
-    last half of the limit are kept (LongBench), except that only the context is ever cut. UserError where the rest of
-    the prompt alone does not fit.
-    """
-    text, (start, end) = assemble(prompt, tokenizer, chat=chat)
-    bos = added_bos(tokenizer)
-    if bos and text.startswith(tokenizer.bos_token):  # the template writes its own
-        bos = ()
-    ids, spans = encode(tokenizer, text)
-    room, before = limit - len(bos), len(ids)
-    if before > room:
-        text, start, end, ids, spans = _cut(text, start, end, ids, spans, room, tokenizer, sample)
-    if not ids:
-        raise UserError(f"sample {sample.id}: the prompt is empty")
-    inside = next((i for i, (_, stop_at) in enumerate(spans) if stop_at > end), len(ids))
-    before_it = next((i for i, (_, stop_at) in enumerate(spans) if stop_at > start), 0)
-    gold_ids: list[int] = []
-    if gold:
-        glue = "" if text[-1:].isspace() or (chat and not prompt.answer_prefix) else " "
-        joined, _ = encode(tokenizer, text + glue + gold)
-        # Where the answer's first character merges with the prompt's last token, the answer is tokenised alone.
-        gold_ids = joined[len(ids) :] if joined[: len(ids)] == ids else encode(tokenizer, glue + gold)[0]
-        if gold_eos and tokenizer.eos_token_id is not None:
-            gold_ids.append(tokenizer.eos_token_id)
-    return Rendered(
-        sample=sample,
-        ids=(*bos, *ids),
-        context_tokens=len(bos) + inside,
-        max_new_tokens=max_new_tokens,
-        truncated=before - len(ids),
-        gold_ids=tuple(gold_ids),
-        stop=stop,
-        thinking=chat and asks_to_think(tokenizer, prompt.answer_prefix),
-        context_start=min(len(bos) + before_it, len(bos) + inside),
-    )
-
-
-def _cut(
-    text: str,
-    start: int,
-    end: int,
-    ids: list[int],
-    spans: list[tuple[int, int]],
-    room: int,
-    tokenizer: Any,
-    sample: Sample,
-) -> tuple[str, int, int, list[int], list[tuple[int, int]]]:
-    """Remove the middle of text[start:end] until the whole has at most `room` tokens."""
-    inside = [i for i, (a, b) in enumerate(spans) if a >= start and b <= end]
-    excess = len(ids) - room
-    while True:
-        if excess >= len(inside):
-            rest = len(ids) - len(inside)
-            raise UserError(
-                f"sample {sample.id}: the prompt without its context takes {rest} tokens; {max(room, 0)} are left for"
-                " all of it: raise benchmark.length or lower max_new_tokens"
-            )
-        first = min(max(room // 2, inside[0]), inside[-1] + 1 - excess)
-        after = first + excess
-        a, b = spans[first][0], spans[after][0] if after < len(spans) else len(text)
-        shorter = text[:a] + text[b:]
-        new_ids, new_spans = encode(tokenizer, shorter)
-        if len(new_ids) <= room:
-            return shorter, start, end - (b - a), new_ids, new_spans
-        excess += len(new_ids) - room  # the seam tokenises to a little more than its parts
 
 
 def text_key(text: str) -> str:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from moend.benchmarks.base import Benchmark, Rendered, Sample, added_bos, encode
+from moend.benchmarks.base import Benchmark, Rendered, Sample
+from moend.benchmarks.prompts import added_bos, encode
 from moend.benchmarks.text import CHARS_PER_TOKEN, part
 from moend.budget import Arch
 from moend.errors import UserError

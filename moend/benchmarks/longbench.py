@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 from moend.benchmarks import rows
 from moend.benchmarks.answers.extract import first_line
-from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
+from moend.benchmarks.base import Benchmark, Rendered, Sample, log
 from moend.benchmarks.hub import HubFile
 from moend.benchmarks.metrics import METRICS, PARAGRAPH, PARAGRAPH_ZH
+from moend.benchmarks.prompts import Prompt, render_prompt
 from moend.benchmarks.rows import Check, Row
 from moend.budget import Arch
 from moend.errors import Blocked, UserError

@@ -13,18 +13,8 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from moend.benchmarks.answers.extract import number_of_digits
-from moend.benchmarks.base import (
-    Benchmark,
-    Prompt,
-    Rendered,
-    Sample,
-    assemble,
-    choice,
-    encode,
-    log,
-    render_prompt,
-    whole,
-)
+from moend.benchmarks.base import Benchmark, Rendered, Sample, choice, log, whole
+from moend.benchmarks.prompts import Prompt, assemble, encode, render_prompt
 from moend.benchmarks.text import CHARS_PER_TOKEN, part
 from moend.budget import Arch
 from moend.errors import UserError

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moend.benchmarks import rows
-from moend.benchmarks.base import Benchmark, Prompt, Rendered, Sample, log, render_prompt
+from moend.benchmarks.base import Benchmark, Rendered, Sample, log
+from moend.benchmarks.prompts import Prompt, render_prompt
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
 

@@ -18,19 +18,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moend.benchmarks import rows, text
-from moend.benchmarks.base import (
-    Benchmark,
-    Prompt,
-    Rendered,
-    Sample,
-    added_bos,
-    assemble,
-    encode,
-    log,
-    render_prompt,
-)
+from moend.benchmarks.base import Benchmark, Rendered, Sample, log
 from moend.benchmarks.niah import UNIT
-from moend.benchmarks.ruler_tasks import TASKS, VERSION, Documents, Library, Question
+from moend.benchmarks.prompts import Prompt, added_bos, assemble, encode, render_prompt
+from moend.benchmarks.ruler_base import Library, Question
+from moend.benchmarks.ruler_documents import Documents
+from moend.benchmarks.ruler_tasks import TASKS, VERSION
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
 

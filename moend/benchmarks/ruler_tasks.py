@@ -12,13 +12,15 @@ import math
 import random
 import string
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count as counting
-from typing import Any, Protocol
 
-from moend.benchmarks.base import Prompt, Sample
+from moend.benchmarks.base import Sample
 from moend.benchmarks.niah import NOISE, WORDS
+from moend.benchmarks.prompts import Prompt
+from moend.benchmarks.ruler_base import Builder, Family, Growing, Library, digits_of, distinct, joined, spread_out
+from moend.benchmarks.ruler_documents import Documents
 
 VERSION = 2
 DEPTHS = 40  # places between start and end at which needles may stand
@@ -43,69 +45,6 @@ saffron sequoia shepherd skylark sparrowhawk stirrup tapestry thistle trumpet ur
 """
 ADJECTIVES = _ADJECTIVES.split()
 NOUNS = sorted({*WORDS, *_NOUNS.split()})
-
-Builder = Callable[[int], Prompt]
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question over documents from a file: the documents it needs (by index), and those nearest to it."""
-
-    text: str
-    answers: tuple[str, ...]
-    needs: tuple[int, ...]
-    near: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Library:
-    """What prompts are filled with: sentences of a text, its distinct words, and read documents by family name."""
-
-    sentences: tuple[str, ...]
-    words: tuple[str, ...]
-    documents: dict[str, tuple[str, ...]]
-
-
-class Family(Protocol):
-    """One family of tasks with its settings. least: the fewest units of filler for which the answer is well defined."""
-
-    @property
-    def new_tokens(self) -> int: ...
-
-    @property
-    def least(self) -> int: ...
-
-    @property
-    def match(self) -> str:
-        """`all`: the share of the answers that the text holds. `part`: whether it holds any of them."""
-
-    def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
-        """The sample of this id: everything in it follows from the id and the length."""
-
-    def builder(self, sample: Sample, length: int, library: Library) -> Builder:
-        """The prompt around a number of filler units."""
-
-    def gold(self, sample: Sample) -> str:
-        """The answers as the text that continues the answer prefix."""
-
-
-def _listed(items: list[str]) -> str:
-    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
-
-
-def _number(rng: random.Random, digits: int) -> str:
-    return str(rng.randrange(10 ** (digits - 1), 10**digits))
-
-
-def _spread(units: list[str], placed: list[tuple[float, str]]) -> list[str]:
-    """The units with each text at its depth (0 before all of them, 1 after), in the order of depths."""
-    out, last = [], 0
-    for depth, text in sorted(placed, key=lambda x: x[0]):
-        at = math.floor(depth * len(units))
-        out += [*units[last:at], text]
-        last = at
-    return out + units[last:]
-
 
 # Retrieval
 
@@ -138,7 +77,7 @@ class Needles:
         return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}" if self.key == "word" else _uuid(rng)
 
     def _value(self, rng: random.Random) -> str:
-        return _number(rng, 7) if self.value == "number" else _uuid(rng)
+        return digits_of(rng, 7) if self.value == "number" else _uuid(rng)
 
     def _needle(self, key: str, value: str) -> str:
         return f"A secret {self._kind(False)} of {key} is: {value}."
@@ -146,14 +85,14 @@ class Needles:
     def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
         """Keys and values, where their needles stand, and which keys are asked for."""
         rng = random.Random(id)
-        keys = _distinct(self._key(rng) for _ in counting())
-        values = _distinct(self._value(rng) for _ in counting())
+        keys = distinct(self._key(rng) for _ in counting())
+        values = distinct(self._value(rng) for _ in counting())
         facts = [(k, [next(values) for _ in range(self.values)]) for k in (next(keys) for _ in range(self.keys))]
         placed = [(k, v) for k, vs in facts for v in vs]
         depths = [d / (DEPTHS - 1) for d in rng.sample(range(DEPTHS), len(placed))]
         needles = [[k, v, d] for (k, v), d in zip(placed, depths, strict=True)]
         asked = rng.sample(facts, self.queries)
-        query = _listed([k for k, _ in asked])
+        query = joined([k for k, _ in asked])
         start = rng.randrange(len(library.sentences)) if self.haystack == "text" else 0
         if self.one:
             question = f"Which secret {self._kind(False)} of {query} does the text above give?"
@@ -174,7 +113,7 @@ class Needles:
     def builder(self, sample: Sample, length: int, library: Library) -> Builder:
         """Units are sentences of the text, blocks of noise, or other needles."""
         placed = [(float(d), self._needle(k, v)) for k, v, d in sample.meta["needles"]]
-        units = _Growing(self._fill(sample, library))
+        units = Growing(self._fill(sample, library))
         glue, space = ("", " ") if self.haystack == "text" else ("\n", "")
         head = (
             f"A secret {self._kind(False)} is hidden in the text below. Remember it: you will be asked for it"
@@ -184,7 +123,7 @@ class Needles:
         needles = [(depth, text + space) for depth, text in placed]
 
         def build(count: int) -> Prompt:
-            context = glue.join(_spread(units.first(count), needles)).strip()
+            context = glue.join(spread_out(units.first(count), needles)).strip()
             return Prompt(f"{head} afterwards.\n", context, "\n" + sample.question, sample.answer_prefix)
 
         return build
@@ -200,43 +139,17 @@ class Needles:
     def _others(self, sample: Sample) -> Iterator[str]:
         """Needles of keys and values that no needle of the sample has."""
         rng, mine = random.Random(f"{sample.id}-haystack"), {x for k, v, _ in sample.meta["needles"] for x in (k, v)}
-        keys = _distinct((self._key(rng) for _ in counting()), mine)
-        values = _distinct((self._value(rng) for _ in counting()), mine)
+        keys = distinct((self._key(rng) for _ in counting()), mine)
+        values = distinct((self._value(rng) for _ in counting()), mine)
         return (self._needle(k, v) for k, v in zip(keys, values, strict=False))
 
     def gold(self, sample: Sample) -> str:
         """The values, in the order asked for."""
-        return _listed(list(sample.gold))
+        return joined(list(sample.gold))
 
 
 def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-def _distinct(items: Iterator[str], taken: set[str] | None = None) -> Iterator[str]:
-    """The items that were not there before; ends where 1000 in a row were (there are no more of them)."""
-    seen, misses = set(taken or ()), 0
-    for item in items:
-        misses += 1
-        if item not in seen:
-            seen.add(item)
-            misses = 0
-            yield item
-        elif misses == 1000:
-            return
-
-
-class _Growing:
-    """The first n items of an iterator, for any n, each made once."""
-
-    def __init__(self, items: Iterator[str]):
-        self.items, self.made = items, list[str]()
-
-    def first(self, n: int) -> list[str]:
-        """Fewer than n where there are no more."""
-        while len(self.made) < n and (item := next(self.items, None)) is not None:
-            self.made.append(item)
-        return self.made[:n]
 
 
 # Multi-hop tracing
@@ -257,9 +170,9 @@ class Chain:
     def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
         """The chain, where its statements stand, and the example."""
         rng = random.Random(id)
-        names = _distinct("".join(rng.choices(string.ascii_uppercase, k=5)) for _ in counting())
-        short = _distinct("".join(rng.choices(string.ascii_uppercase, k=3)) for _ in counting())
-        values = _distinct(_number(rng, 5) for _ in counting())
+        names = distinct("".join(rng.choices(string.ascii_uppercase, k=5)) for _ in counting())
+        short = distinct("".join(rng.choices(string.ascii_uppercase, k=3)) for _ in counting())
+        values = distinct(digits_of(rng, 5) for _ in counting())
         chain, value = [next(names) for _ in range(self.hops + 1)], next(values)
         example, other = [next(short) for _ in range(self.hops + 1)], next(values)
         depths = [d / (DEPTHS - 1) for d in sorted(rng.sample(range(DEPTHS), len(chain)))]
@@ -285,7 +198,7 @@ class Chain:
         noise = NOISE.strip()
 
         def lines(statements: list[str], depths: list[float], count: int) -> str:
-            return "\n".join(_spread([noise] * count, list(zip(depths, statements, strict=True))))
+            return "\n".join(spread_out([noise] * count, list(zip(depths, statements, strict=True))))
 
         names, value = sample.meta["example"]
         spread = [(i + 1) / (len(names) + 1) for i in range(len(names))]
@@ -340,8 +253,8 @@ class CommonWords:
         rng.shuffle(rest)
         shown, rest = rest[:few], rest[few:]
         # beyond the words of the text: two of them joined
-        pairs = _distinct(f"{rng.choice(rest)}-{rng.choice(rest)}" for _ in counting())
-        units = _Growing(word for words in (iter(rest), pairs) for word in words)
+        pairs = distinct(f"{rng.choice(rest)}-{rng.choice(rest)}" for _ in counting())
+        units = Growing(word for words in (iter(rest), pairs) for word in words)
         task = "The numbered list below holds some words more often than others. Remember the most common ones.\n"
         example, ours = shown[: self.common], shown[self.common :]
         head = (
@@ -350,8 +263,8 @@ class CommonWords:
         )
 
         def build(count: int) -> Prompt:
-            listed = _numbered(list(sample.gold), units.first(count), often, seldom, f"{sample.id}-order")
-            return Prompt(head, listed, "\n" + sample.question, sample.answer_prefix)
+            words = _numbered(list(sample.gold), units.first(count), often, seldom, f"{sample.id}-order")
+            return Prompt(head, words, "\n" + sample.question, sample.answer_prefix)
 
         return build
 
@@ -390,7 +303,7 @@ class FrequentWords:
 
     def _vocabulary(self, id: str, length: int) -> list[str]:
         rng = random.Random(id)
-        words = _distinct("".join(rng.choices(string.ascii_lowercase, k=6)) for _ in counting())
+        words = distinct("".join(rng.choices(string.ascii_lowercase, k=6)) for _ in counting())
         return [next(words) for _ in range(max((length - self.new_tokens) // 50, 5))]
 
     def builder(self, sample: Sample, length: int, library: Library) -> Builder:
@@ -408,155 +321,7 @@ class FrequentWords:
 
     def gold(self, sample: Sample) -> str:
         """The words, the most frequent first."""
-        return _listed(list(sample.gold))
-
-
-# Question answering
-
-_GIVEN = """
-Ada Alda Anselm Arno Berta Bruno Cecil Clara Cosima Dora Edgar Elin Emil Enid Ferdinand Flora Frida Gerda Gustav Hedda
-Henrik Hilda Ida Igor Jonas Judith Karel Lena Leopold Livia Ludwig Magda Marius Milena Nora Oskar Otto Paula Ramon
-Rosa Rupert Selma Silas Stella Tilda Ursula Viktor Wanda Yvo Zelda
-"""
-_TRADES = """
-baker blacksmith bookbinder carpenter clockmaker cobbler cooper dyer gardener glazier goldsmith mason miller painter
-potter printer saddler sailmaker tailor tanner tinker weaver wheelwright
-"""
-_INSTRUMENTS = """
-bassoon cello clarinet cornet dulcimer fiddle flute guitar harp horn mandolin oboe organ piano viola zither
-"""
-_ONSETS = """
-b br c d dr f g gr h k kl l m n p r s st t tr v w
-"""
-_RIMES = """
-ad al an ar aun ed el en er es ib il in ir od ol on or osk und ul um ur us
-"""
-_TOWNS = """
-bach berg bridge dale field ford gate ham haven holm mere mouth stead ton well wick
-"""
-GIVEN, TRADES, INSTRUMENTS = _GIVEN.split(), _TRADES.split(), _INSTRUMENTS.split()
-ONSETS, RIMES, TOWNS = _ONSETS.split(), _RIMES.split(), _TOWNS.split()
-
-
-@dataclass(frozen=True)
-class Documents:
-    """A question over documents, `hops` of which are needed for the answer.
-
-    file: a data set's documents and questions, where it is given. Else both are generated: invented people, each with
-    a document; over two hops the question names one person and asks about that person's teacher.
-    """
-
-    file: str
-    hops: int
-    new_tokens: int = 32
-    least: int = 0
-    match: str = "part"
-
-    def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
-        """A generated question and the documents it needs."""
-        rng = random.Random(id)
-        people = _people(rng)
-        first, teacher = next(people), next(people)
-        subject = teacher if self.hops == 2 else first
-        said = "the person who taught " + first["name"] if self.hops == 2 else first["name"]
-        field, wording = rng.choice(
-            [
-                ("town", "In which town was {} born?"),
-                ("trade", "What was the trade of {}?"),
-                ("instrument", "Which instrument did {} play?"),
-                ("year", "In which year did {} open a workshop?"),
-            ]
-        )
-        needs = [_document(first, teacher["name"])]
-        if self.hops == 2:
-            needs.append(_document(teacher, next(people)["name"]))
-        return self.asked(rng, task, id, wording.format(said), (subject[field],), needs, {"source": "generated"})
-
-    def read(self, task: str, id: str, question: Question, documents: tuple[str, ...]) -> Sample:
-        """A question of a file."""
-        needs = [documents[i] for i in question.needs]
-        meta = {"source": self.file, "needs": list(question.needs), "near": list(question.near)}
-        return self.asked(random.Random(id), task, id, question.text, question.answers, needs, meta)
-
-    def asked(
-        self,
-        rng: random.Random,
-        task: str,
-        id: str,
-        question: str,
-        gold: tuple[str, ...],
-        needs: list[str],
-        meta: dict[str, Any],
-    ) -> Sample:
-        """A sample, its documents at random depths."""
-        placed = [[rng.random(), text] for text in needs]
-        rng.shuffle(placed)
-        return Sample(task, id, "\n\n".join(needs), question, "Answer:", gold, {**meta, "documents": placed})
-
-    def builder(self, sample: Sample, length: int, library: Library) -> Builder:
-        """Units are documents that are not needed."""
-        units = _Growing(self._others(sample, library))
-        placed = [(float(d), str(text)) for d, text in sample.meta["documents"]]
-        task = "Answer the question from the documents. Give the answer alone, in no other words.\n\n"
-
-        def build(count: int) -> Prompt:
-            documents = _spread(units.first(count), placed)
-            context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(documents, 1))
-            return Prompt(task, context, f"\n\n{task}Question: {sample.question}", sample.answer_prefix)
-
-        return build
-
-    def _others(self, sample: Sample, library: Library) -> Iterator[str]:
-        rng = random.Random(f"{sample.id}-documents")
-        if sample.meta["source"] == "generated":
-            return _strangers(rng, sample.context)
-        documents = library.documents[self.file]
-        near = list(sample.meta["near"])
-        rest = sorted({*range(len(documents))} - {*near, *sample.meta["needs"]})
-        rng.shuffle(near)
-        rng.shuffle(rest)
-        return (documents[i] for i in [*near, *rest])
-
-    def gold(self, sample: Sample) -> str:
-        """The first of the accepted answers."""
-        return sample.gold[0]
-
-
-def _people(rng: random.Random) -> Iterator[dict[str, str]]:
-    """Invented people, no two of one name."""
-
-    def name() -> str:
-        return f"{rng.choice(GIVEN)} {_invented(rng, rng.choice((2, 2, 3)))}"
-
-    for full in _distinct(name() for _ in counting()):
-        yield {
-            "name": full,
-            "town": _invented(rng, 1) + rng.choice(TOWNS),
-            "trade": rng.choice(TRADES),
-            "instrument": rng.choice(INSTRUMENTS),
-            "year": str(rng.randrange(1700, 1950)),
-        }
-
-
-def _invented(rng: random.Random, syllables: int) -> str:
-    return "".join(rng.choice(ONSETS) + rng.choice(RIMES) for _ in range(syllables)).capitalize()
-
-
-def _document(person: dict[str, str], teacher: str) -> str:
-    """What is known of a person: a title and three sentences."""
-    name = person["name"]
-    return (
-        f"{name}\n{name} was born in {person['town']} and was taught by {teacher}. In {person['year']}, after some"
-        f" years of travel, {name} opened a workshop as a {person['trade']}. In the evenings {name} played the"
-        f" {person['instrument']} for friends and neighbours."
-    )
-
-
-def _strangers(rng: random.Random, known: str) -> Iterator[str]:
-    """Documents of people who have nothing to do with the question."""
-    people = (p for p in _people(rng) if p["name"] not in known)
-    while (person := next(people, None)) is not None and (teacher := next(people, None)) is not None:
-        yield _document(person, teacher["name"])
+        return joined(list(sample.gold))
 
 
 TASKS: dict[str, Family] = {

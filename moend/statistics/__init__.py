@@ -1,0 +1,18 @@
+"""Statistics of scores: intervals of one cell, paired differences of two."""
+
+from moend.statistics.intervals import Interval, bootstrap, score_interval, summarise, wilson
+from moend.statistics.paired import Difference, compare, holm, mcnemar_exact, paired_bootstrap, paired_share
+
+__all__ = [
+    "Difference",
+    "Interval",
+    "bootstrap",
+    "compare",
+    "holm",
+    "mcnemar_exact",
+    "paired_bootstrap",
+    "paired_share",
+    "score_interval",
+    "summarise",
+    "wilson",
+]

@@ -192,7 +192,7 @@ def _examples(
     """(count, prefix + window) ids, the BOS included: disjoint windows of the calibration's text."""
     import torch
 
-    from moend.benchmarks.base import added_bos
+    from moend.benchmarks.prompts import added_bos
     from moend.calibration.kl import windows
 
     bos = list(added_bos(loaded.tokenizer))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moend.statistics import paired as statistics
+from moend import statistics
 from pipelines.cli.terminal import budget
 from pipelines.reporting.published import Block, Fact, PublishedTable, categories, tables
 from pipelines.results.deltas import ABLATIONS

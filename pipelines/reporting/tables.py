@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moend.statistics.paired import Difference
+from moend.statistics import Difference
 from pipelines.cli.terminal import budget, size
 from pipelines.reporting.match import Comparison, Ours, label
 from pipelines.results.deltas import ABLATIONS, Delta

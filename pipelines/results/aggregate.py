@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from moend import statistics
 from moend.errors import UserError
-from moend.statistics import paired as statistics
 from pipelines.store.provenance import commit, machine, mixed, versions
 
 Records = Sequence[dict[str, Any]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from moend.statistics.paired import Difference, compare, holm
+from moend.statistics import Difference, compare, holm
 
 # MoE-nD, section 5.4: each step of the chain adds one routing dimension.
 ABLATIONS = {("2d", "2d_uniform"): "quant", ("2d_hetero", "2d"): "evict", ("2d_hetero", "1d"): "all"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from moend.benchmarks import Benchmark
     from moend.benchmarks.longbench import LongBench
-    from moend.statistics.paired import Interval
+    from moend.statistics import Interval
 
 USAGE = """Scores prediction files: LongBench's exactly as its own evaluation does, and answers to math problems.
 
@@ -76,7 +76,7 @@ class Scores:
     @cached_property
     def interval(self) -> Interval:
         """Of the mean, in [0, 1]; read it when all values are there."""
-        from moend.statistics.paired import score_interval
+        from moend.statistics import score_interval
 
         return score_interval(self.values, self.ids)
 
@@ -99,7 +99,7 @@ class Scored:
     @cached_property
     def interval(self) -> Interval:
         """Of the average, in [0, 1], by a bootstrap within each task."""
-        from moend.statistics.paired import score_interval
+        from moend.statistics import score_interval
 
         values = [v for t in self.tasks for v in t.values]
         keys = [(t.task, i) for t in self.tasks for i in t.ids]

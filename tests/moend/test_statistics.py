@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, multinomial
 from scipy.stats import bootstrap as scipy_bootstrap
 
-from moend.statistics import paired as S
+from moend import statistics as S
 
 
 def records(scores: dict[str, list[list[float]]]) -> list[dict]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moend.statistics.paired import compare, holm
+from moend.statistics import compare, holm
 from pipelines.results.deltas import Scored, deltas
 
 

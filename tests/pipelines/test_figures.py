@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moend.statistics.paired import Difference
+from moend.statistics import Difference
 from perf.report import build
 from pipelines.execution import records
 from pipelines.reporting import figures

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moend.statistics import paired as statistics
+from moend import statistics
 from perf.report import ARCH, build
 from pipelines.reporting import match as beside
 from pipelines.reporting import report

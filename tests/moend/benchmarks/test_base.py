@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.benchmarks import Sample, benchmark, names, overlap, require_disjoint
-from moend.benchmarks.base import Prompt, added_bos, assemble, encode, render_prompt
+from moend.benchmarks.prompts import Prompt, added_bos, assemble, encode, render_prompt
 from moend.budget import Arch
 from moend.errors import UserError
 from tests.moend.benchmarks.conftest import CHATML, STRIPPING, byte_tokenizer

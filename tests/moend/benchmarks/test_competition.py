@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from moend.benchmarks import benchmark
-from moend.benchmarks.base import asks_to_think
 from moend.benchmarks.competition import INSTRUCTION
+from moend.benchmarks.prompts import asks_to_think
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
 from moend.models import load as models

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from moend.benchmarks import benchmark, ruler
 from moend.benchmarks.niah import NOISE
-from moend.benchmarks.ruler_tasks import ADJECTIVES, INSTRUMENTS, NOUNS, TASKS, TRADES, VERSION
+from moend.benchmarks.ruler_documents import INSTRUMENTS, TRADES
+from moend.benchmarks.ruler_tasks import ADJECTIVES, NOUNS, TASKS, VERSION
 from moend.benchmarks.text import words
 from moend.budget import Arch
 from moend.errors import Blocked, UserError

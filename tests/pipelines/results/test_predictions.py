@@ -13,7 +13,7 @@ import pytest
 
 from moend import benchmarks
 from moend.benchmarks.longbench import TABLE, TASKS_E
-from moend.statistics.paired import score_interval, wilson
+from moend.statistics import score_interval, wilson
 from pipelines.results import predictions as score
 
 ROOT = Path(__file__).resolve().parents[3]

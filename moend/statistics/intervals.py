@@ -1,0 +1,201 @@
+"""Intervals of scores of a few dozen examples; examples are the unit, and the draws of one example stay together.
+
+All resampling is over examples, within each task (stratum), and a score over several tasks is their macro mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+RESAMPLES = 10_000
+BLOCK = 4_000_000  # resampled values held at once
+NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with a two-sided interval; low and high are None where the data say nothing about the spread."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def wilson(successes: float, n: int, level: float = 0.95) -> Interval:
+    """Wilson's score interval for a share (Wilson 1927): the p with |k/n - p| <= z sqrt(p (1-p) / n).
+
+    successes may be a sum of scores from 0 to 1: of all such scores of one mean, zeros and ones vary most.
+    """
+    if not 0 <= successes <= n or n < 1:
+        raise ValueError(f"successes={successes} of n={n}")
+    z = NORMAL.inv_cdf((1 + level) / 2)
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    low = 0.0 if successes == 0 else centre - half  # exactly, not up to rounding
+    high = 1.0 if successes == n else centre + half
+    return Interval(share, low, high)
+
+
+def bootstrap(
+    values: Sequence[float],
+    ids: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+    method: Literal["bca", "percentile"] = "bca",
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Bootstrap interval of the mean of per-example means, averaged over strata.
+
+    ids: the example of each value (values of one example are its draws and stay together); strata: its task. Examples
+    are resampled within their stratum. bca: bias-corrected and accelerated (Efron 1987), with the stratified jackknife
+    acceleration. One example per stratum, or fewer, has no spread: None. Equal values give an interval of width zero.
+    """
+    groups = clusters(values, ids, strata)
+    return resampled(groups, seed, level, method, resamples)
+
+
+def score_interval(
+    scores: Sequence[float],
+    ids: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Interval:
+    """Wilson for 0/1 scores of one task with one draw per example, else the stratified bootstrap.
+
+    Where the examples of a task all score alike (all 0, say, of any metric) a bootstrap would claim certainty for it.
+    Such a task gets Wilson's interval, whatever its metric, and the macro mean combines the tasks' own intervals:
+    the distances to their bounds add in squares (Zou and Donner 2008). None where there is no such bound: outside of 0
+    to 1, and for a task of one example.
+    """
+    groups = clusters(scores, ids, strata)
+    examples = sum(map(len, groups))
+    if binary(scores) and len(groups) == 1 and examples == len(scores):
+        return wilson(round(sum(scores)), examples, level)
+    if all(np.ptp(g) > 0 for g in groups):
+        return resampled(groups, seed, level, "bca", RESAMPLES)
+    parts = [_of_task(g, seed, level) for g in groups]
+    value = float(np.mean([p.value for p in parts]))
+    if any(p.low is None or p.high is None for p in parts):
+        return Interval(value, None, None)
+    below = math.hypot(*(p.value - p.low for p in parts if p.low is not None)) / len(parts)
+    above = math.hypot(*(p.high - p.value for p in parts if p.high is not None)) / len(parts)
+    return Interval(value, value - below, value + above)
+
+
+def _of_task(means: Floats, seed: int, level: float) -> Interval:
+    if np.ptp(means) > 0:
+        return resampled([means], seed, level, "bca", RESAMPLES)
+    value = float(means[0])
+    if len(means) > 1 and 0 <= value <= 1:
+        return wilson(value * len(means), len(means), level)
+    return Interval(value, None, None)
+
+
+def summarise(records: Iterable[Mapping[str, Any]], *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
+    """Score with interval of a cell and of its tasks.
+
+    records: mappings with task, id and score, one per (example, draw). Returns {score, low, high, n (examples),
+    n_records, tasks: {task: {score, low, high, n}}}; the score is the macro mean of the tasks, with a stratified
+    bootstrap over examples. ValueError where there are no records: nothing is not a score.
+    """
+    rows = list(records)
+    if not rows:
+        raise ValueError("no records to summarise")
+    tasks: dict[str, dict[str, Any]] = {}
+    for task in dict.fromkeys(r["task"] for r in rows):
+        mine = [r for r in rows if r["task"] == task]
+        ids = [r["id"] for r in mine]
+        tasks[task] = _summary(score_interval([r["score"] for r in mine], ids, seed=seed, level=level), len(set(ids)))
+    keys = [(r["task"], r["id"]) for r in rows]
+    whole = score_interval([r["score"] for r in rows], keys, [r["task"] for r in rows], seed=seed, level=level)
+    return {**_summary(whole, len(set(keys))), "n_records": len(rows), "tasks": tasks}
+
+
+def _summary(interval: Interval, n: int) -> dict[str, Any]:
+    return {"score": interval.value, "low": interval.low, "high": interval.high, "n": n}
+
+
+def binary(values: Sequence[float]) -> bool:
+    """Whether all values are 0 or 1."""
+    return all(v in (0, 1) for v in values)
+
+
+def clusters(
+    values: Sequence[float], ids: Sequence[Hashable] | None, strata: Sequence[Hashable] | None
+) -> list[Floats]:
+    """Per stratum the means of its examples, in order of appearance."""
+    if not len(values):
+        raise ValueError("no values")
+    ids = range(len(values)) if ids is None else ids
+    strata = [None] * len(values) if strata is None else strata
+    groups: dict[Hashable, dict[Hashable, list[float]]] = {}
+    for value, key, stratum in zip(values, ids, strata, strict=True):
+        if not math.isfinite(value):
+            raise ValueError(f"a score of {value}")
+        groups.setdefault(stratum, {}).setdefault(key, []).append(float(value))
+    return [np.array([sum(v) / len(v) for v in examples.values()]) for examples in groups.values()]
+
+
+def resampled(groups: list[Floats], seed: int, level: float, method: str, resamples: int) -> Interval:
+    """The bootstrap of `bootstrap`, of values that `clusters` made."""
+    estimate = float(np.mean([g.mean() for g in groups]))
+    if all(len(g) == 1 for g in groups):
+        return Interval(estimate, None, None)
+    draws = np.zeros(resamples)
+    sizes = tuple(len(g) for g in groups)
+    picks = _kept_picks if resamples * sum(sizes) <= BLOCK else _picks
+    for stratum, begin, rows in picks(sizes, seed, resamples):
+        draws[begin : begin + len(rows)] += groups[stratum][rows].mean(axis=1) / len(groups)
+    tail = (1 - level) / 2
+    shares = np.array([tail, 1 - tail])
+    if method == "bca":
+        shares = _bca(groups, draws, estimate, shares)
+    low, high = np.quantile(draws, shares)
+    return Interval(estimate, float(low), float(high))
+
+
+def _picks(sizes: Sequence[int], seed: int, resamples: int) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
+    """Which examples each resample takes: (stratum, the first resample, rows of indices), a block at a time."""
+    rng = np.random.default_rng(seed)
+    for stratum, n in enumerate(sizes):
+        step = max(1, BLOCK // n)
+        for begin in range(0, resamples, step):
+            yield stratum, begin, rng.integers(n, size=(min(step, resamples - begin), n))
+
+
+@functools.lru_cache(maxsize=2)
+def _kept_picks(sizes: tuple[int, ...], seed: int, resamples: int) -> list[tuple[int, int, npt.NDArray[np.int64]]]:
+    """`_picks`, kept: the hundreds of differences of a table are over equally many examples."""
+    return list(_picks(sizes, seed, resamples))
+
+
+def _bca(groups: list[Floats], draws: Floats, estimate: float, shares: Floats) -> Floats:
+    """The percentiles that BCa reads off (Efron 1987, eq. 6.8); the plain ones where the values do not vary."""
+    # the influence of leaving one example out of its stratum
+    pulls = [(g.mean() - g) / ((len(g) - 1) * len(groups)) for g in groups if len(g) > 1]
+    influence = -np.concatenate(pulls)
+    scale = float(np.abs(influence).max())
+    # ties with the estimate count half, as for a continuous statistic
+    ties = float((np.abs(draws - estimate) <= 1e-9 * scale).mean())
+    below = float((draws < estimate - 1e-9 * scale).mean()) + ties / 2
+    if scale == 0 or not 0 < below < 1:
+        return shares
+    influence /= scale
+    acceleration = float((influence**3).sum()) / (6 * float((influence**2).sum()) ** 1.5)
+    bias = NORMAL.inv_cdf(below)
+    z = bias + np.array([NORMAL.inv_cdf(share) for share in shares])
+    return np.array([NORMAL.cdf(x) for x in bias + z / (1 - acceleration * z)])
