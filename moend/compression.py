@@ -16,11 +16,10 @@ from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument
 from moend.calibration.artefact import Artefact
 from moend.engine import attention_scaling, rotations
 from moend.errors import UserError
-from moend.hf.routers import Routing
 from moend.methods.bind import BoundMethod, Method, Protocol, bind
 from moend.methods.bind import method as named
 from moend.plan import RoutingPlan
-from moend.replay import OBSERVATIONS, Passes, request
+from moend.replay import OBSERVATIONS, Replay
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -128,11 +127,13 @@ class _PromptHook:
         made = bound.method.make_scorer()
         self.last_queries, self.observes = (made.last_queries, set(made.observes)) if made else (0, set())
         self.replays = self.observes & set(OBSERVATIONS)
-        self.ask = request(tokenizer, reconstruction) if tokenizer is not None and self.replays else None
-        if self.replays and self.ask is None:
+        self.replay = Replay(model, tokenizer, bound.arch.max_positions, wording=reconstruction)
+        if self.replays and tokenizer is None:
             raise UserError(
                 f"{bound.method.name} asks the model to repeat the context: moend.compress needs tokenizer="
             )
+        if self.replays:
+            self.replay.request  # noqa: B018 (refuses a tokenizer that does not know its words)
         self.scaling, self.cache_name = attention_scaling(model), cache_argument(model)
 
     def __call__(self, module: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
@@ -196,15 +197,11 @@ class _PromptHook:
         return bound, max(positions - tokens, 1)
 
     def replayed(self, done: Prefilled, ids: list[int]) -> Prefilled:
-        """The prefill with what the scorer's replay passes show."""
-        routing = None
-        if self.replays - {"reconstruction"}:
-            routing = Routing.of(self.model, torch.tensor([ids[:64]], device=self.model.device))
+        """The prefill with what the scorer's replays show."""
         start, stop = self.context or (0, len(ids))
         if not 0 <= start < stop:
             raise UserError(f"context=({start}, {stop}) must be a start and a later stop among the prompt's tokens")
-        passes = Passes(self.model, self.bound.arch.max_positions, self.ask, routing)
-        return passes.observe(done, self.replays, ids, (min(start, len(ids) - 1), min(stop, len(ids))))
+        return self.replay.observe(done, self.replays, ids, (min(start, len(ids) - 1), min(stop, len(ids))))
 
 
 def _artefacts(given: Mapping[str, Artefact] | str | Path | None) -> dict[str, Artefact]:

@@ -22,10 +22,10 @@ from moend.budget import Arch, eq1_bytes
 from moend.cache import CompressedCache, LayerKV, Prefilled, attention_of, cache_argument, prefill
 from moend.errors import UserError
 from moend.hf.rope import Rotary, rotary
-from moend.hf.routers import Routing, find
+from moend.hf.routers import find
 from moend.methods.bind import BoundMethod
 from moend.models.load import LoadedModel
-from moend.replay import OBSERVATIONS, Passes, diagnose, request, routing_flips
+from moend.replay import OBSERVATIONS, RECONSTRUCTING, ROUTING, Replay, diagnose, routing_flips
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ class Engine:
         self.eos = _eos_ids(loaded)
         self.keeps_logits = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
         self.flips = flips
-        self._routing: Routing | None = None
+        wording = loaded.spec.reconstruction
+        self.replay = Replay(loaded.model, loaded.tokenizer, loaded.arch.max_positions, wording=wording, piece=chunk)
 
     def admit(self, method: BoundMethod, *, question_visible: bool, asks: bool = True) -> None:
         """UserError where a method cannot work on this model, or with these prompts; asks: they hold a question."""
@@ -165,9 +166,9 @@ class Engine:
         if "routing_query" in wanted and not (question_visible and asks):
             what = "which question_visible=false hides" if asks else "and these prompts ask none"
             raise UserError(f"{method.method.name} goes by the question, {what}: set method.mode=recon")
-        if wanted & {"reconstruction", "routing_recon"}:
-            request(self.loaded.tokenizer, self.loaded.spec.reconstruction)
-        if wanted & {"routing_recon", "routing_query"}:
+        if wanted & RECONSTRUCTING:
+            self.replay.request  # noqa: B018 (refuses a tokenizer that does not know its words)
+        if wanted & ROUTING:
             find(self.model)
 
     @torch.no_grad()
@@ -229,7 +230,7 @@ class Engine:
     def _observe(
         self, prefilled: Prefilled, ids: list[int], jobs: Sequence[Job], rendered: Rendered, new: int
     ) -> Prefilled:
-        """The extra passes that cells need which drop something: each once, whoever asks."""
+        """The replays that cells need which drop something: each once, whoever asks."""
         wanted: set[str] = set()
         for job in jobs:
             made = job.method.method.make_scorer()
@@ -237,22 +238,8 @@ class Engine:
                 wanted |= set(made.observes) & set(OBSERVATIONS)
         if not wanted:
             return prefilled
-        recon = wanted & {"reconstruction", "routing_recon"}
-        passes = Passes(
-            self.model,
-            self.arch.max_positions,
-            request(self.loaded.tokenizer, self.loaded.spec.reconstruction) if recon else None,
-            self.routing(ids) if wanted & {"routing_recon", "routing_query"} else None,
-            self.chunk,
-        )
         stop = min(max(rendered.context_tokens, 1), len(ids))
-        return passes.observe(prefilled, wanted, ids, (min(rendered.context_start, stop - 1), stop))
-
-    def routing(self, ids: Sequence[int]) -> Routing:
-        """The model's routers, understood once from the start of a prompt; UserError for a dense model."""
-        if self._routing is None:
-            self._routing = Routing.of(self.model, torch.tensor([list(ids[:64])], device=self.loaded.device))
-        return self._routing
+        return self.replay.observe(prefilled, wanted, ids, (min(rendered.context_start, stop - 1), stop))
 
     def _fork(
         self,
@@ -302,7 +289,7 @@ class Engine:
             if self.flips and gold:
                 answer = [*ids[tokens:], *gold]
                 result.diagnostics["routing_flips"] = routing_flips(
-                    self.model, self.routing(ids), prefilled, cache, answer
+                    self.model, self.replay.routing(ids), prefilled, cache, answer
                 )
             generator = None
             if generation.temperature > 0:

@@ -1,17 +1,20 @@
-"""Extra passes over a prefilled prompt: what a scorer wants to know that the pass over the prompt itself does not show.
+"""Replays: a few more tokens read on top of a prefilled prompt, to see what reading the prompt itself does not show.
 
-    reconstruction   the attention that context entries receive while the model repeats its context (KVZip)
-    routing_recon    what uncertain routers look at while they read the reconstruction prompt (MoEZip, mode recon)
+A scorer names what it wants of them in `Scorer.observes`:
+
+    reconstruction   the most attention that context entries receive while the model repeats its context (KVZip)
+    routing_recon    what uncertain routers look at while they read the request for that repetition (MoEZip, mode recon)
     routing_query    the same while they read the question after the context (MoEZip, mode query)
 
-A pass feeds a few tokens on top of a part of the prefill and leaves it as it was. All cells that need an observation
-share it; the first two come from the same pass.
+A replay leaves the prefill as it was, and all cells that need an observation share it. The first two come from the same
+replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,22 +32,28 @@ from moend.scoring.base import Scorer
 from moend.scoring.kvzip import attention_received
 from moend.scoring.moezip import MoEZip, Propagation, strongest_attention
 
-OBSERVATIONS = ("reconstruction", "routing_recon", "routing_query")
-SINKS = 4
+RECONSTRUCTING = frozenset({"reconstruction", "routing_recon"})  # these ask the model to repeat the context
+ROUTING = frozenset({"routing_recon", "routing_query"})  # these listen to its routers
+OBSERVATIONS = RECONSTRUCTING | ROUTING
+SINKS = 4  # first entries, which stay: they take part in every softmax and are not scored
 CHUNK = 2048  # context tokens that are repeated at a time
 CARRY = 8  # tokens of the chunk before that say where to go on
+PIECE = 256  # instruction tokens fed at a time: their attention to the whole context is held, of one layer
 ALL = "1r"  # the only budget at which nothing has to be chosen
 # The wording is that of KVZip's published implementation, without the chat template's turn around it.
 FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
 
+# What a layer shows while it is fed: queries (H_q, q, d) of the newest q tokens, keys (H, t, d) of all, scaling, window
+See = Callable[[Tensor, Tensor, float, int | None], None]
+
 
 @dataclass(frozen=True)
 class Request:
-    """The ids that ask for a reconstruction: of the context from its start, and from a later chunk on."""
+    """Token ids that ask the model to repeat the context."""
 
-    first: tuple[int, ...]
-    later: tuple[int, ...]
+    first: tuple[int, ...]  # from its start
+    later: tuple[int, ...]  # from a later chunk on, whose last tokens follow
 
 
 def request(tokenizer: Any, wording: str = "") -> Request:
@@ -72,7 +81,7 @@ class _Layer(CacheLayerMixin):
         super().__init__()
         self.captured, self.length, self.is_initialized = captured, length, True
         self.own: tuple[Tensor, Tensor] | None = None  # keys and values fed so far (1, H, i, d)
-        self.see: Callable[[Tensor, Tensor, float, int | None], None] | None = None
+        self.see: See | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate."""
@@ -94,7 +103,7 @@ class _Layer(CacheLayerMixin):
         keys = torch.cat([self.captured.keys[:, :, : self.length], self.own[0]], dim=2)
         values = torch.cat([self.captured.values[:, :, : self.length], self.own[1]], dim=2)
         if self.see is not None:
-            self.see(query, keys, scaling, window)
+            self.see(query[0], keys[0], scaling, window)
         return causal(query, keys, values, None, scaling, window)
 
     def get_seq_length(self) -> int:
@@ -110,109 +119,118 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Runs extra passes of one model. routing: its routers (None: a dense model); piece: tokens per forward pass."""
+def feed(model: Any, layers: list[_Layer], tokens: Sequence[int], piece: int) -> None:
+    """Feed tokens to the model on top of the layers, `piece` at a time."""
+    cache, at, device = Cache(layers=layers), layers[0].get_seq_length(), layers[0].captured.keys.device
+    with attention_of(model), torch.no_grad():
+        for start in range(0, len(tokens), piece):
+            part = torch.tensor([list(tokens[start : start + piece])], device=device)
+            model.base_model(
+                input_ids=part,
+                position_ids=torch.arange(at + start, at + start + part.shape[1], device=device)[None],
+                use_cache=True,
+                **{cache_argument(model): cache},
+            )
 
-    model: Any
-    max_positions: int
-    request: Request | None = None
-    routing: Routing | None = None
-    piece: int = 1024
-    chunk: int = CHUNK
+
+class Replay:
+    """Replays prompts through one model. What it has to know of tokenizer and routers it finds out when asked."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        max_positions: int,
+        *,
+        wording: str = "",
+        piece: int = 1024,
+        chunk: int = CHUNK,
+    ):
+        """max_positions: of the model. wording: see `request`. piece: tokens per forward pass. chunk: context tokens
+        that are repeated at a time.
+        """
+        self.model, self.tokenizer, self.max_positions = model, tokenizer, max_positions
+        self.wording, self.piece, self.chunk = wording, piece, chunk
+        self._routing: Routing | None = None
+
+    @cached_property
+    def request(self) -> Request:
+        """How this model is asked to repeat the context; UserError without a tokenizer that knows the words."""
+        if self.tokenizer is None:
+            raise UserError("KVZip asks the model to repeat the context, and for that needs its tokenizer")
+        return request(self.tokenizer, self.wording)
+
+    def routing(self, ids: Sequence[int]) -> Routing:
+        """The model's routers, understood once from the start of a prompt; UserError for a dense model."""
+        if self._routing is None:
+            self._routing = Routing.of(self.model, torch.tensor([list(ids[:64])], device=self.model.device))
+        return self._routing
 
     def observe(
         self, prefilled: Prefilled, names: Collection[str], ids: Sequence[int], context: tuple[int, int]
     ) -> Prefilled:
-        """The prefill with these observations added, (1, ..., T) each.
+        """The prefill with these of OBSERVATIONS added, a tensor (1, ..., T) per layer each.
 
-        ids: the T prefilled tokens. context (start, stop): which of them are the context; the rest after it is the
-        question. Before `start` lies what is no part of it (BOS, a system prompt). One sequence, no padding.
+        ids: the T prefilled tokens, one sequence without padding. context (start, stop): which of them are the context.
+        Before `start` lies what is no part of it (BOS, a system prompt), behind `stop` the question.
+
+        Raises UserError where the model has no routers, Infeasible where there is no question, or no room to repeat the
+        context.
         """
         start, stop = context
         if prefilled.valid is not None or prefilled.positions.shape[0] != 1:
-            raise ValueError("extra passes work on one sequence without padding")
+            raise ValueError("a replay works on one sequence without padding")
         if not 0 <= start < stop <= len(ids) == prefilled.length:
             raise ValueError(f"context {context} does not lie in {prefilled.length} prefilled tokens")
         found: dict[str, list[Tensor]] = {}
-        recon = {"reconstruction", "routing_recon"} & set(names)
-        if recon:
-            found |= self._reconstruct(prefilled, ids, context, "routing_recon" in recon, "reconstruction" in recon)
+        if "reconstruction" in names:
+            found["reconstruction"] = self._reconstruct(prefilled, ids, context)
+        if "routing_recon" in names:
+            self._room(context)
+            found["routing_recon"] = self._instruct(prefilled, stop, self.request.first, ids)
         if "routing_query" in names:
-            found["routing_query"] = self._question(prefilled, ids, stop)
+            if stop == len(ids):
+                raise Infeasible(
+                    "MoEZip goes by the question after the context, and there is none: method.mode=recon", ALL
+                )
+            found["routing_query"] = self._instruct(prefilled, stop, ids[stop:], ids)
         return replace(prefilled, observed=prefilled.observed | found)
 
-    def _routers(self) -> Routing:
-        if self.routing is None:
-            raise UserError(f"MoEZip needs routers, and {type(self.model).__name__} has none")
-        return self.routing
+    def _instruct(
+        self, prefilled: Prefilled, stop: int, instruction: Sequence[int], ids: Sequence[int]
+    ) -> list[Tensor]:
+        """What uncertain routers look at in the first `stop` entries while they read the instruction behind them."""
+        routing, seen = self.routing(ids), {}
+        total = Propagation(stop, routing.kind)
+        layers = [_Layer(captured, stop) for captured in prefilled.layers]
 
-    def _feed(self, layers: list[_Layer], tokens: Sequence[int], piece: int | None = None) -> None:
-        """Feed tokens on top of the layers, `piece` at a time."""
-        piece, cache, at = piece or self.piece, Cache(layers=layers), layers[0].get_seq_length()
-        device = layers[0].captured.keys.device
-        with attention_of(self.model), torch.no_grad():
-            for start in range(0, len(tokens), piece):
-                part = torch.tensor([list(tokens[start : start + piece])], device=device)
-                self.model.base_model(
-                    input_ids=part,
-                    position_ids=torch.arange(at + start, at + start + part.shape[1], device=device)[None],
-                    use_cache=True,
-                    **{cache_argument(self.model): cache},
-                )
-
-    def _instruct(self, layers: list[_Layer], tokens: Sequence[int], length: int) -> list[Tensor]:
-        """Feed instruction tokens and sum what their routers' uncertainty makes of their attention to `length` entries.
-
-        In pieces, so that no more than a piece x context of attention is held, and that for one layer only.
-        """
-        routing, seen = self._routers(), {}
-        total = Propagation(layers[0].length, routing.kind)
-
-        def look(layer: int) -> Callable[[Tensor, Tensor, float, int | None], None]:
+        def look(layer: int) -> See:
             def see(query: Tensor, keys: Tensor, scaling: float, window: int | None) -> None:
-                seen[layer] = strongest_attention(query[0], keys[0], layers[layer].length, scaling, window)
+                seen[layer] = strongest_attention(query, keys, stop, scaling, window)
 
             return see
 
         def routed(by: Routed) -> None:
             total.add(seen.pop(by.layer), by.gates)
 
-        before = [layer.see for layer in layers]
         for index in routing.modules:
             layers[index].see = look(index)
         with routing.recording(routed):
-            self._feed(layers, tokens, min(self.piece, 256))
-        for layer, see in zip(layers, before, strict=True):
-            layer.see = see
+            feed(self.model, layers, instruction, min(self.piece, PIECE))
         found = total.result()
-        behind = torch.tensor([-torch.inf, float(found[1, 0])], device=found.device)
-        both = torch.cat([found, behind[:, None].expand(-1, length - found.shape[1])], dim=1)
+        behind = torch.tensor([-torch.inf, float(found[1, 0])], device=found.device)  # what follows is never an anchor
+        both = torch.cat([found, behind[:, None].expand(-1, prefilled.length - stop)], dim=1)
         return [both[None]] * len(layers)
 
-    def _question(self, prefilled: Prefilled, ids: Sequence[int], stop: int) -> list[Tensor]:
-        """routing_query: the question is read once more on top of the context."""
-        if stop == len(ids):
-            raise Infeasible("MoEZip goes by the question after the context, and there is none: method.mode=recon", ALL)
-        layers = [_Layer(captured, stop) for captured in prefilled.layers]
-        return self._instruct(layers, ids[stop:], len(ids))
-
-    def _reconstruct(
-        self, prefilled: Prefilled, ids: Sequence[int], context: tuple[int, int], routing: bool, scores: bool
-    ) -> dict[str, list[Tensor]]:
-        """The context is repeated chunk by chunk on top of the prefilled entries up to its end.
-
-        Whatever lies behind the context is not there for this pass, so that the scores do not depend on the question.
-        """
-        if self.request is None:
-            raise UserError("KVZip needs a tokenizer for its reconstruction prompt: run it with pipelines.run")
+    def _room(self, context: tuple[int, int]) -> int:
+        """Context tokens that can be repeated at a time; Infeasible where there are none."""
+        stop = context[1]
         if depends_on_length(self.model):
             raise Infeasible(
                 f"KVZip reads the context twice, and the rotary frequencies of {type(self.model).__name__} change with "
                 "the length: its second reading would not meet the keys of the first",
                 ALL,
             )
-        start, stop = context
         asks = max(len(self.request.first), len(self.request.later) + CARRY)
         room = min(self.chunk, self.max_positions - stop - asks)
         if room < 1:
@@ -221,61 +239,45 @@ class Passes:
                 f"{self.max_positions} positions",
                 ALL,
             )
-        found: dict[str, list[Tensor]] = {}
-        sinks, best = min(max(SINKS, start), stop), []
-        for layer in prefilled.layers if scores else []:
-            rows = layer.keys.new_full((1, layer.keys.shape[1], prefilled.length), 3.0, dtype=torch.float32)
-            after = prefilled.length - stop  # in (1, 2], the newest highest
-            rows[..., stop:] = 1 + (1 + torch.arange(after, device=rows.device)) / max(after, 1)
-            best.append(rows)
+        return room
+
+    def _reconstruct(self, prefilled: Prefilled, ids: Sequence[int], context: tuple[int, int]) -> list[Tensor]:
+        """The context is repeated chunk by chunk on top of the prefilled entries up to its end.
+
+        Whatever lies behind the context is not there for this replay, so the scores do not depend on the question.
+        """
+        (start, stop), length = context, prefilled.length
+        room, sinks = self._room(context), min(max(SINKS, start), stop)
+        scores = [x.keys.new_full((x.keys.shape[1], length), 3.0, dtype=torch.float32) for x in prefilled.layers]
+        for rows in scores:  # behind the context: in (1, 2], the newest highest
+            rows[:, stop:] = 1 + torch.arange(1, length - stop + 1, device=rows.device) / max(length - stop, 1)
         for first in range(start, stop, room):
-            last = min(first + room, stop)
-            asked = self.request.first
-            if first > start:
-                asked = (*self.request.later, *ids[max(first - CARRY, start) : first])
+            last, begin = min(first + room, stop), max(first, sinks)
             layers = [_Layer(captured, stop) for captured in prefilled.layers]
-            scored = max(first, sinks)
-            for index, layer in enumerate(layers if scores else []):
-                best[index][..., scored:last] = 0
-                layer.see = self._score(layer, best[index], sinks, scored, last)
-            if routing and first == start:
-                found["routing_recon"] = self._instruct_scored(layers, asked, prefilled.length)
-            else:
-                self._feed(layers, asked)
-            if not scores:
-                break  # the first request has been read
-            self._feed(layers, ids[first:last])
-        if scores:
-            found["reconstruction"] = best
-        return found
-
-    def _instruct_scored(self, layers: list[_Layer], asked: Sequence[int], length: int) -> list[Tensor]:
-        """The request is both read as an instruction and scored as a part of the reconstruction: twice, it is short."""
-        found = self._instruct(layers, asked, length)
-        for layer in layers:
-            layer.own = None
-        self._feed(layers, asked)
-        return found
-
-    def _score(
-        self, layer: _Layer, best: Tensor, sinks: int, first: int, last: int
-    ) -> Callable[[Tensor, Tensor, float, int | None], None]:
-        """Keep in best[..., first:last] the largest attention that these entries receive."""
-
-        def see(query: Tensor, keys: Tensor, scaling: float, window: int | None) -> None:
-            if first >= last:
-                return
-            received = attention_received(
-                query[0],
-                keys[0, :, :sinks],
-                keys[0, :, first:last],
-                keys[0, :, layer.length :],
-                scaling,
-                None if window is None else (window, first, layer.length),
+            for layer, rows in zip(layers, scores, strict=True):
+                rows[:, begin:last] = 0
+                if begin < last:
+                    layer.see = _keep_largest(rows, sinks, begin, last, stop)
+            carried = ids[max(first - CARRY, start) : first]
+            feed(
+                self.model,
+                layers,
+                self.request.first if first == start else (*self.request.later, *carried),
+                self.piece,
             )
-            best[..., first:last] = torch.maximum(best[..., first:last], received)
+            feed(self.model, layers, ids[first:last], self.piece)
+        return [rows[None] for rows in scores]
 
-        return see
+
+def _keep_largest(rows: Tensor, sinks: int, first: int, last: int, stop: int) -> See:
+    """Keep in rows[:, first:last] the largest attention that these entries receive from tokens fed behind `stop`."""
+
+    def see(query: Tensor, keys: Tensor, scaling: float, window: int | None) -> None:
+        far = None if window is None else (window, first, stop)
+        received = attention_received(query, keys[:, :sinks], keys[:, first:last], keys[:, stop:], scaling, far)
+        rows[:, first:last] = torch.maximum(rows[:, first:last], received)
+
+    return see
 
 
 def diagnose(
@@ -313,7 +315,7 @@ def routing_flips(
     full: list[Tensor] = []
     layers = [_Layer(captured, prefilled.length) for captured in prefilled.layers]
     with routing.recording(lambda by: full.append(by.chosen)):
-        Passes(model, 0)._feed(layers, tokens, len(tokens))
+        feed(model, layers, tokens, len(tokens))
     at = torch.arange(prefilled.length, prefilled.length + len(tokens), device=prefilled.positions.device)
     mine: list[Tensor] = []
     with attention_of(model), routing.recording(lambda by: mine.append(by.chosen)):

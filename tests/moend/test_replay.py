@@ -1,4 +1,4 @@
-"""Extra passes against full attention matrices of a stock forward pass, and that they leave the prefill alone."""
+"""Replays against full attention matrices of a stock forward pass, and that they leave the prefill alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moend.errors import UserError
 from moend.hf.attention import attention_of
 from moend.hf.routers import Routing
 from moend.methods.bind import bind, method
-from moend.replay import CARRY, SINKS, Passes, Request, request, routing_flips
+from moend.replay import CARRY, SINKS, Replay, Request, request, routing_flips
 from moend.scoring.moezip import fisher_trace
 from tests.tiny import tiny
 
@@ -83,8 +83,10 @@ def naive_scores(model: Any, tokens: list[int], chunk: int) -> list[torch.Tensor
     return best
 
 
-def passes(model: Any, **rest: Any) -> Passes:
-    return Passes(model, 4096, ASK, **rest)
+def replay(model: Any, positions: int = 4096, **rest: Any) -> Replay:
+    made = Replay(model, None, positions, **rest)
+    made.request = ASK
+    return made
 
 
 @pytest.mark.req(5)
@@ -93,7 +95,7 @@ def passes(model: Any, **rest: Any) -> Passes:
 def test_reconstruction_is_the_naive_maximum(name, chunk, piece):
     model, tokens = tiny(name), ids()
     done = prefill(model, torch.tensor([tokens]))
-    found = passes(model, chunk=chunk, piece=piece).observe(done, {"reconstruction"}, tokens, (START, STOP))
+    found = replay(model, chunk=chunk, piece=piece).observe(done, {"reconstruction"}, tokens, (START, STOP))
     for mine, naive in zip(found.observed["reconstruction"], naive_scores(model, tokens, chunk), strict=True):
         torch.testing.assert_close(mine[0], naive, atol=2e-5, rtol=1e-4)
 
@@ -118,10 +120,9 @@ def routing_naive(model: Any, tokens: list[int], context: int, instruction: list
 @pytest.mark.parametrize("piece", [1024, 4])
 def test_routing_is_the_naive_sum(mode, piece):
     model, tokens = tiny("qwen3_moe", initializer_range=0.2 if mode == "query" else 0.1), ids()
-    routing = Routing.of(model, torch.tensor([tokens[:30]]))
     done = prefill(model, torch.tensor([tokens]))
     name = f"routing_{mode}"
-    found = passes(model, routing=routing, piece=piece).observe(done, {name}, tokens, (START, STOP)).observed[name]
+    found = replay(model, piece=piece).observe(done, {name}, tokens, (START, STOP)).observed[name]
     r, gamma = routing_naive(model, tokens, STOP, tokens[STOP:] if mode == "query" else list(ASK.first))
     assert len(found) == 3
     torch.testing.assert_close(found[0][0, 0, :STOP], r, atol=1e-4, rtol=1e-4)
@@ -134,7 +135,7 @@ def test_together_is_as_apart_and_the_prefill_stays():
     model, tokens = tiny("qwen3_moe"), ids()
     done = prefill(model, torch.tensor([tokens]))
     before = [(x.keys.clone(), x.values.clone()) for x in done.layers]
-    run = passes(model, routing=Routing.of(model, torch.tensor([tokens[:30]])), chunk=25)
+    run = replay(model, chunk=25)
     names = {"reconstruction", "routing_recon", "routing_query"}
     together = run.observe(done, names, tokens, (START, STOP)).observed
     for name in names:
@@ -148,7 +149,7 @@ def test_together_is_as_apart_and_the_prefill_stays():
 
 def test_the_question_does_not_change_what_reconstruction_sees():
     model, tokens = tiny("qwen3_moe"), ids()
-    run = passes(model)
+    run = replay(model)
     seen = run.observe(prefill(model, torch.tensor([tokens])), {"reconstruction"}, tokens, (START, STOP))
     short = tokens[:STOP]
     unseen = run.observe(prefill(model, torch.tensor([short])), {"reconstruction"}, short, (START, STOP))
@@ -177,7 +178,7 @@ def test_memory_grows_with_the_context_not_with_its_square():
     for n in (1024, 2048):
         tokens = torch.randint(3, 79, (n,)).tolist()
         done = prefill(model, torch.tensor([tokens]))
-        run = passes(model, routing=Routing.of(model, torch.tensor([tokens[:30]])), chunk=256, piece=128)
+        run = replay(model, chunk=256, piece=128)
         with Largest() as largest:
             run.observe(done, {"reconstruction", "routing_recon"}, tokens, (0, n))
         sizes.append(largest.size)
@@ -187,23 +188,23 @@ def test_memory_grows_with_the_context_not_with_its_square():
 def test_an_empty_question_and_a_dense_model_are_refused():
     model, tokens = tiny("qwen3_moe"), ids()
     done = prefill(model, torch.tensor([tokens]))
-    run = passes(model, routing=Routing.of(model, torch.tensor([tokens[:30]])))
+    run = replay(model)
     with pytest.raises(UserError, match="the question after the context, and there is none"):
         run.observe(done, {"routing_query"}, tokens, (START, LENGTH))
     dense = tiny("llama")
-    with pytest.raises(UserError, match="MoEZip needs routers, and LlamaForCausalLM has none"):
-        passes(dense).observe(prefill(dense, torch.tensor([tokens])), {"routing_query"}, tokens, (START, STOP))
+    with pytest.raises(UserError, match="LlamaForCausalLM has no router that transformers can record"):
+        replay(dense).observe(prefill(dense, torch.tensor([tokens])), {"routing_query"}, tokens, (START, STOP))
 
 
 def test_a_model_without_room_for_the_repetition_is_refused_and_a_little_room_is_used():
     model, tokens = tiny("llama"), ids()
     done = prefill(model, torch.tensor([tokens]))
-    small = Passes(model, STOP + 10 + 20, ASK)  # later requests have 2 + 8 tokens: chunks of 20 fit
+    small = replay(model, STOP + 10 + 20)  # later requests have 2 + 8 tokens: chunks of 20 fit
     found = small.observe(done, {"reconstruction"}, tokens, (START, STOP)).observed["reconstruction"]
     for mine, naive in zip(found, naive_scores(model, tokens, 20), strict=True):
         torch.testing.assert_close(mine[0], naive, atol=2e-5, rtol=1e-4)
     with pytest.raises(UserError, match="leaves no room for its repetition"):
-        Passes(model, STOP + 10, ASK).observe(done, {"reconstruction"}, tokens, (START, STOP))
+        replay(model, STOP + 10).observe(done, {"reconstruction"}, tokens, (START, STOP))
 
 
 def test_request_in_a_models_words():
@@ -221,11 +222,11 @@ def test_request_in_a_models_words():
 def test_gates_are_those_of_the_instruction_alone():
     """Uniform routers: f is 1 - 1/E for each token, so r is that times the attention summed over layers."""
     model, tokens = tiny("qwen3_moe"), ids()
-    routing = Routing.of(model, torch.tensor([tokens[:30]]))
-    for router in routing.modules.values():
+    run = replay(model)
+    for router in run.routing(tokens).modules.values():
         torch.nn.init.zeros_(router.weight)
     done = prefill(model, torch.tensor([tokens]))
-    found = passes(model, routing=routing).observe(done, {"routing_query"}, tokens, (START, STOP))
+    found = run.observe(done, {"routing_query"}, tokens, (START, STOP))
     seen, _ = full(model, tokens)
     total = torch.zeros(STOP)
     for q, k in seen.values():
@@ -266,7 +267,7 @@ def test_routing_flips_are_those_of_a_full_pass_with_the_dropped_entries_masked(
 
 def test_the_models_own_attention_is_back_afterwards():
     model, tokens = tiny("llama"), ids()
-    passes(model).observe(prefill(model, torch.tensor([tokens])), {"reconstruction"}, tokens, (START, STOP))
+    replay(model).observe(prefill(model, torch.tensor([tokens])), {"reconstruction"}, tokens, (START, STOP))
     assert model.config._attn_implementation == "sdpa"
     with attention_of(model):
         assert model.config._attn_implementation == "moend"

@@ -15,7 +15,7 @@ from moend.engine import Engine, Job
 from moend.errors import UserError
 from moend.methods.bind import BoundMethod, bind, method
 from moend.models import load as models
-from moend.replay import Passes
+from moend.replay import Replay
 from tests.tiny import tiny
 
 
@@ -42,9 +42,9 @@ def test_context_start_is_after_the_bos(example):
 @pytest.mark.req(5)
 def test_all_cells_share_one_pass_each_and_agree_with_cells_alone(loaded, example, monkeypatch):
     asked = []
-    observe = Passes.observe
+    observe = Replay.observe
     monkeypatch.setattr(
-        Passes, "observe", lambda self, p, names, *rest: (asked.append(set(names)), observe(self, p, names, *rest))[1]
+        Replay, "observe", lambda self, p, names, *rest: (asked.append(set(names)), observe(self, p, names, *rest))[1]
     )
     cells = [
         cell(loaded, name, budget, **fields)
@@ -138,7 +138,7 @@ def test_what_cannot_work_is_said_before_it_runs(loaded, tmp_path):
 
 
 def test_a_vocabulary_without_the_words_is_refused(loaded, monkeypatch):
-    runs = Engine(loaded)
     monkeypatch.setattr(loaded, "spec", models.spec("recall_moe", reconstruction=""))
+    runs = Engine(loaded)
     with pytest.raises(UserError, match=r"does not know the words .* set model\.reconstruction"):
         runs.admit(cell(loaded, "KVZip", "20%"), question_visible=True)
