@@ -37,9 +37,9 @@ endif
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) -c constraints.txt -e .
+	$(PIP) -c constraints.txt -e '.[cpu]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(PIP) -c constraints.txt -e '.[dev,triton]'
+	$(PIP) -c constraints.txt -e '.[dev,cpu,triton]'
 	touch $@

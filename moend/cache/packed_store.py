@@ -1,7 +1,6 @@
 """One side (K or V) of the older entries of several strands, stored alike and padded to one number of slots.
 
-Attention reads it as it is. On a CPU, for a few queries at a time, compiled code multiplies the packed codes
-(`moend.kernels.cpu.compiled`); otherwise one block of strands at a time is turned into numbers, used and dropped.
+Attention reads it as it is (`entries`, for `moend.kernels`).
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from moend.cache.packing import Packed
-from moend.kernels.cpu import compiled
+from moend.kernels import Entries
 
-BLOCK = 2**20  # codes that are turned into numbers at a time
 BEHIND = 2**24  # bytes that banks may leave behind as they grow before all that is free goes back to the system
 
 
@@ -61,16 +59,12 @@ class PackedStore:
 
     def _place(self, strands: list[int]) -> None:
         self.strands = strands
-        first = strands[0]
-        straight = strands == list(range(first, first + len(strands)))
-        self.at = slice(first, first + len(strands)) if straight else torch.tensor(strands, device=self.x.device)
-        self._names = torch.tensor(strands)
         self.fill(torch.full((len(strands),), self.slots))
 
     def fill(self, lengths: Tensor) -> None:
         """How many slots each strand uses, int64 (s,); `used`: the most."""
         self.lengths, self.used = lengths, int(lengths.max())
-        self._known: compiled.Entries | None = None  # what there is as compiled code reads it, while that holds
+        self._known: Entries | None = None  # what there is as kernels read it, while that holds
 
     @property
     def slots(self) -> int:
@@ -146,55 +140,17 @@ class PackedStore:
 
     # Attention
 
-    def score(self, query: Tensor, logits: Tensor) -> None:
-        """q . k of query (S, R, d), all strands there are, into its strands' rows of logits (S, R, >= used)."""
-        if self._compiled(query):
-            compiled.score(query, self._entries(), logits)
-            return
-        mine = query[self.at]
-        parts = [torch.bmm(mine[rows], self._numbers(rows, query.dtype).mT) for rows in self._blocks(query.dtype)]
-        logits[self.at, :, : self.used] = torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def mix(self, probs: Tensor, out: Tensor) -> None:
-        """Add the values weighted by probs (S, R, >= used) to its strands' rows of out (S, R, d)."""
-        if self._compiled(out):
-            compiled.mix(probs, self._entries(), out)
-            return
-        mine = probs[self.at, :, : self.used].to(out.dtype)
-        if isinstance(self.at, slice):
-            for rows in self._blocks(out.dtype):
-                out[self.at][rows].baddbmm_(mine[rows], self._numbers(rows, out.dtype))
-        else:
-            parts = [torch.bmm(mine[rows], self._numbers(rows, out.dtype)) for rows in self._blocks(out.dtype)]
-            out.index_add_(0, self.at, torch.cat(parts))
-
-    def _compiled(self, x: Tensor) -> bool:
-        return x.dtype == torch.float32 and compiled.usable(x, x.shape[1])
-
-    def _entries(self) -> compiled.Entries:
+    def entries(self) -> Entries:
+        """What kernels read; the same object until tensors are replaced or lengths change."""
         if self._known is None:
-            scales = self.step, self.zero
-            self._known = compiled.Entries(self.x, *scales, self.bits, self.group, self.lengths, self._names)
+            side = "k" if self.per == "channel" else "v"
+            tensors = self.x, self.step, self.zero
+            self._known = Entries(side, *tensors, self.bits, self.group, self.strands, self.lengths)
         return self._known
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: its tensors lie elsewhere."""
         return self.__dict__ | {"_known": None}
-
-    def _blocks(self, dtype: torch.dtype) -> list[slice]:
-        """Strands whose codes become numbers together: all where nothing has to."""
-        n = len(self.strands)
-        same = self.bits == 16 and self.x.dtype == dtype
-        size = n if same else max(BLOCK // (self.used * self.dim), 1)
-        return [slice(i, i + size) for i in range(0, n, size)]
-
-    def _numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """The used entries of some strands (s, used, d)."""
-        if self.bits == 16:
-            return self.x[rows, : self.used].to(dtype)
-        scales = self.used // self.group if self.per == "channel" else self.used
-        codes, step, zero = self.x[rows, : self.used], self.step[rows, :scales], self.zero[rows, :scales]
-        return Packed(codes, step, zero, self.bits, self.group, self.per).dequantise(dtype)
 
 
 def _bytes(like: Tensor, strands: int, slots: int, dim: int, bits: int) -> Tensor:

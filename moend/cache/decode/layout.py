@@ -30,8 +30,7 @@ from moend.cache.decode.ledger import Ledger
 from moend.cache.layer_kv import Chooser, LayerKV, Schedule
 from moend.cache.packed_store import PackedStore
 from moend.cache.packing import Packed, quantise_k, quantise_v
-from moend.kernels.cpu import compiled
-from moend.kernels.triton import launch as kernel
+from moend.kernels import Entries, Held
 
 SPARE = 32  # free columns of a new tail
 PADDING = 2**15  # elements a row may be padded by before strands of its kind get a bank of their own
@@ -432,8 +431,7 @@ class Layout:
         self.used = max(b.used for b in self.k_banks)
         old, new = self.hidden[:, : self.used], self.hidden[:, self.slots + self.begin : self.slots + self.cursor]
         self.old_hidden, self.new_hidden = bool(old.any()), bool(new.any())
-        self.known_runs: list[kernel.Run] | None = None
-        self.known_tails: tuple[compiled.Entries, compiled.Entries] | None = None
+        self.known_entries: Held | None = None
 
     def pack(self, part: Part, count: int) -> None:
         """Move a part's oldest `count` entries from the tail to its banks."""
@@ -506,9 +504,24 @@ class Layout:
         self.cursor, self._where = keep, None
         self.look_ahead()
 
+    def entries(self) -> Held:
+        """What is held, as kernels read it; kept until rows pack or evict."""
+        if self.known_entries is None:
+            keys, values = ([b.entries() for b in banks if b.used] for banks in (self.k_banks, self.v_banks))
+            newest = []
+            for side, x in (("k", self.k_tail), ("v", self.v_tail)):
+                none, ends = x.new_empty(0), torch.full_like(self.every, self.cursor)
+                newest.append(Entries(side, x, none, none, 16, 1, range(len(x)), ends, self.begin, self.used))
+            gap, some = self.slots + self.begin - self.used, (self.old_hidden, self.new_hidden)
+            k, v = newest
+            self.known_entries = Held(keys, values, (k, v), self.hidden, self.lengths, self.used, gap, some)
+        for entries in self.known_entries.newest:
+            entries.extend(self.cursor)
+        return self.known_entries
+
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: its tensors lie elsewhere."""
-        return self.__dict__ | {"known_tails": None}
+        return self.__dict__ | {"known_entries": None}
 
     def places(self) -> tuple[Tensor, Tensor]:
         """True positions (S, slots + columns) of what lies where, and (S,) how far each strand is ahead of the clock.

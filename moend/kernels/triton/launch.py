@@ -14,14 +14,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moend.cache.packed_store import PackedStore
+from moend.kernels.entries import Entries, Held
 
 SPLIT = 512  # slots of one strand that one program takes
 BLOCK = 64  # of them in registers at a time
@@ -46,71 +45,74 @@ def usable(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of some strands as the kernel reads it: entries (s, M, ...), scales, and what they mean."""
-
-    x: Tensor
-    step: Tensor
-    zero: Tensor
-    bits: int
-    group: int
-
-    @classmethod
-    def of(cls, bank: PackedStore) -> Side:
-        """A bank's tensors."""
-        return cls(bank.x, bank.step, bank.zero, bank.bits, bank.group) if bank.bits < 16 else cls.plain(bank.x)
-
-    @classmethod
-    def plain(cls, x: Tensor) -> Side:
-        """16-bit entries (s, M, d), whole or a slice of columns."""
-        return cls(x, x, x, 16, 1)
-
-
-@dataclass(frozen=True)
 class Run:
-    """Strands `at` whose old entries lie in rows `k_rows`, `v_rows` of two sides, in their first `lengths` slots."""
+    """KV heads `at` of the query whose entries lie in rows `k_rows` and `v_rows` of two stores: one launch."""
 
-    k: Side
-    v: Side
-    at: Tensor
-    k_rows: Tensor
-    v_rows: Tensor
-    lengths: Tensor
-    longest: int
-    hidden: Tensor  # (S, >= longest) bool of all strands: what must not be seen
+    k: Entries
+    v: Entries
+    at: Tensor  # int32 (r,)
+    k_rows: Tensor  # int32 (r,)
+    v_rows: Tensor  # int32 (r,)
+    lengths: Tensor  # int32 (r,): slots in use from `begin` on
 
     @property
     def splits(self) -> int:
-        """Programs per strand."""
-        return -(-self.longest // SPLIT)
+        """Programs per KV head."""
+        return -(-(self.k.end - self.k.begin) // SPLIT)
 
 
-def decode(query: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Scaled queries (S, G, d) over what all runs hold: (S, G, d); every strand needs one visible entry."""
-    strands, rows, dim = query.shape
+def runs(held: Held) -> list[Run]:
+    """The launches for all that is held; those for older entries are remembered with it."""
+    if "triton" not in held.memo:
+        held.memo["triton"] = [
+            _run(k, v) for k in held.keys for v in held.values if not set(k.heads).isdisjoint(v.heads)
+        ]
+    if "newest" not in held.memo:
+        held.memo["newest"] = _run(*held.newest)
+    older, newest = held.memo["triton"], held.memo["newest"]
+    newest.lengths.fill_(newest.k.end - newest.k.begin)
+    return [*older, newest]
+
+
+def _run(k: Entries, v: Entries) -> Run:
+    places = {head: i for i, head in enumerate(v.heads)}
+    index = [
+        (head, i, places[head], min(int(k.lengths[i]), int(v.lengths[places[head]])) - k.begin)
+        for i, head in enumerate(k.heads)
+        if head in places
+    ]
+    return Run(k, v, *torch.tensor(index, dtype=torch.int32).T.contiguous().to(k.x.device))
+
+
+def decode(query: Tensor, held: Held) -> Tensor:
+    """Scaled queries (S, G, d) of one new token over all that is held: (S, G, d)."""
+    launches = runs(held)
+    heads, rows, dim = query.shape
     query = query.contiguous()
-    splits = sum(r.splits for r in runs)
-    acc = query.new_empty(strands, splits, rows, dim, dtype=torch.float32)
-    top = query.new_full((strands, splits, rows), -torch.inf, dtype=torch.float32)
+    splits = sum(r.splits for r in launches)
+    acc = query.new_empty(heads, splits, rows, dim, dtype=torch.float32)
+    top = query.new_full((heads, splits, rows), -torch.inf, dtype=torch.float32)
     total = torch.empty_like(top)
     out = torch.empty_like(query)
     partial, combine = _kernels()
     r_pad, d_pad = max(_power(rows), 16), max(_power(dim), 16)
     first = 0
-    for run in runs:
-        if run.longest and len(run.at):
-            k, v = run.k, run.v
-            partial[(len(run.at), run.splits)](
-                query, k.x, k.step, k.zero, v.x, v.step, v.zero,
-                run.at, run.k_rows, run.v_rows, run.lengths, run.hidden, acc, top, total,
-                k.x.stride(0), k.x.stride(1), k.step.stride(0), k.step.stride(1),
-                v.x.stride(0), v.x.stride(1), v.step.stride(0), v.step.stride(1),
-                run.hidden.stride(0), first, splits, rows, dim,
-                K_BITS=k.bits, K_GROUP=k.group, V_BITS=v.bits, V_GROUP=v.group,
-                R=r_pad, D=d_pad, SPLIT=SPLIT, BLOCK=BLOCK,
-            )  # fmt: skip
+    for run in launches:
+        k, v = run.k, run.v
+        k_scale, v_scale = (e.step if e.quantised else e.x for e in (k, v))
+        hidden = held.hidden if k.begin == k.to == 0 else held.hidden[:, k.to + held.gap :]
+        partial[(len(run.at), run.splits)](
+            query, k.x[:, k.begin :], k_scale, k.zero if k.quantised else k_scale,
+            v.x[:, v.begin :], v_scale, v.zero if v.quantised else v_scale,
+            run.at, run.k_rows, run.v_rows, run.lengths, hidden, acc, top, total,
+            k.x.stride(0), k.x.stride(1), k_scale.stride(0), k_scale.stride(1),
+            v.x.stride(0), v.x.stride(1), v_scale.stride(0), v_scale.stride(1),
+            hidden.stride(0), first, splits, rows, dim,
+            K_BITS=k.bits, K_GROUP=k.group, V_BITS=v.bits, V_GROUP=v.group,
+            R=r_pad, D=d_pad, SPLIT=SPLIT, BLOCK=BLOCK,
+        )  # fmt: skip
         first += run.splits
-    combine[(strands,)](acc, top, total, out, splits, rows, dim, R=r_pad, D=d_pad)
+    combine[(heads,)](acc, top, total, out, splits, rows, dim, R=r_pad, D=d_pad)
     return out
 
 

@@ -1,0 +1,71 @@
+"""Attention of new queries over packed entries, behind one function: `attention`.
+
+`moend.kernels.entries` is the contract between entry stores and kernels. Three paths fulfil it; `path` says which one
+a call takes, by what the device can do:
+
+- "triton" (`moend.kernels.triton`): one fused pass over codes on a CUDA GPU, for one new token per sequence.
+- "cpu" (`moend.kernels.cpu`): loops that Numba compiles, where the extra `cpu` is installed.
+- "torch" (`moend.kernels.torch_ops`): plain torch operations, everywhere.
+
+Logits, softmax and sums are float32 on every path. `moend.kernels.reference` writes the same out in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moend.kernels import cpu, torch_ops
+from moend.kernels.entries import Entries, Held
+from moend.kernels.triton import launch as triton
+
+__all__ = ["Entries", "Held", "attention", "path"]
+
+Path = Literal["triton", "cpu", "torch"]
+
+
+def path(device: torch.device, rows: int = 1, fused: bool = True, gradients: bool = False) -> Path:
+    """The path of `rows` queries per KV head on this device.
+
+    fused: whether logits and probabilities may stay inside a kernel, as nobody changes or reads them.
+    """
+    if fused and not gradients and triton.usable(device):
+        return "triton"
+    return "cpu" if not gradients and cpu.usable(device, rows) else "torch"
+
+
+def attention(
+    query: Tensor,
+    held: Held,
+    change: Callable[[Tensor, Tensor], None] | None = None,
+    weights: bool = False,
+    one_token: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of scaled queries (S, R, d), R of every KV head, over all entries a layer holds: (S, R, d).
+
+    held: the entries, and which of them no query sees; every KV head needs one that is seen.
+    change: called with the float32 queries and the logits (S, R, columns) before what is hidden is masked. It alters
+    the logits in place: a window, a causal mask among new tokens, other positions.
+    weights: also return the probabilities (S, R, columns) in float32, 0 for whatever is unused or hidden.
+    one_token: whether all queries are of one new token per sequence, which the fused kernel needs.
+    """
+    rows = query.shape[1]
+    fused = change is None and not weights and one_token
+    taken = path(query.device, rows, fused, query.requires_grad and torch.is_grad_enabled())
+    if taken == "triton":
+        return triton.decode(query, held), None
+    flat = query.float().contiguous()
+    logits = flat.new_empty(*flat.shape[:2], held.columns)
+    ops = cpu if taken == "cpu" else torch_ops
+    for keys in (held.newest[0], *held.keys):
+        ops.score(flat, keys, logits)
+    if change is not None:
+        change(flat, logits)
+    probs = ops.softmax(logits, held, clear=weights)
+    out = torch.zeros_like(flat)
+    for values in (held.newest[1], *held.values):
+        ops.mix(probs, values, out)
+    return out.to(query.dtype), probs if weights else None
