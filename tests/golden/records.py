@@ -120,7 +120,7 @@ ROOMY, LONG_ROOMY = "80%", "250"  # for methods that keep every token
 FAMILY = ("1d", "2d_uniform", "2d", "2d_hetero")
 DECODING = ("H2O", "TOVA", "StreamingLLM", "Scissorhands", "RKV", "1d", "2d_uniform")
 PAIRS = ((16, 16), (8, 8), (8, 4), (4, 4))
-NLL = 1.5e-4  # one unit of the rounded value: sums in another order may round to the neighbour
+NLL = 3.5e-4  # some units of the rounded value: kernels (`moend.kernels`) add up in different orders
 READABLE = 16  # tokens that stand in the file; the rest is hashed
 Fields = dict[str, Any]
 
