@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moend.compression import compress
-    from moend.methods.bind import Method, method
+    from moend.methods.spec import Method, method
 
 __all__ = ["Method", "compress", "method"]
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return compress
     if name in ("Method", "method"):
-        from moend.methods import bind as methods
+        from moend.methods import spec as methods
 
         return getattr(methods, name)
     raise AttributeError(f"module 'moend' has no attribute '{name}'")

@@ -16,8 +16,9 @@ from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument
 from moend.calibration.artefact import Artefact
 from moend.engine import attention_scaling, rotations
 from moend.errors import UserError
-from moend.methods.bind import BoundMethod, Method, Protocol, bind
-from moend.methods.bind import method as named
+from moend.methods.bind import BoundMethod, Protocol, bind
+from moend.methods.spec import Method
+from moend.methods.spec import method as named
 from moend.plan import RoutingPlan
 from moend.replay import OBSERVATIONS, Replay
 
@@ -91,7 +92,7 @@ def compress(
         Budget.parse(budget),
         protocol,
         arch_of(model.config),
-        t_ref=chosen.t_ref if isinstance(chosen.t_ref, int) else None,
+        t_ref=t_ref if isinstance(t_ref := chosen.make_allocator().t_ref, int) else None,
         artefacts=_artefacts(calibration),
         store_dtype=store_dtype,
         given=plan,

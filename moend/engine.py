@@ -165,7 +165,7 @@ class Engine:
         wanted = set(made.observes) if made is not None else set()
         if "routing_query" in wanted and not (question_visible and asks):
             what = "which question_visible=false hides" if asks else "and these prompts ask none"
-            raise UserError(f"{method.method.name} goes by the question, {what}: set method.mode=recon")
+            raise UserError(f"{method.method.name} goes by the question, {what}: set method.scorer.mode=recon")
         if wanted & RECONSTRUCTING:
             self.replay.request  # noqa: B018 (refuses a tokenizer that does not know its words)
         if wanted & ROUTING:

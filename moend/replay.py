@@ -191,7 +191,7 @@ class Replay:
         if "routing_query" in names:
             if stop == len(ids):
                 raise Infeasible(
-                    "MoEZip goes by the question after the context, and there is none: method.mode=recon", ALL
+                    "MoEZip goes by the question after the context, and there is none: method.scorer.mode=recon", ALL
                 )
             found["routing_query"] = self._instruct(prefilled, stop, ids[stop:], ids)
         return replace(prefilled, observed=prefilled.observed | found)

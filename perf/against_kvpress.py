@@ -67,7 +67,7 @@ class Pair:
 
     def method(self) -> Any:
         """Our method, set to kvpress' formula."""
-        from moend.methods.bind import method
+        from moend.methods.spec import method
 
         plain = method(self.ours)
         changes = dict(self.changes)
@@ -384,7 +384,7 @@ def with_floor(scores: Any, keep: int, floor: float = 0.2) -> Any:
     """kvpress' AdaKV: in each layer floor x keep of every head's best, then the layer's best, H x keep in all."""
     import torch
 
-    from moend.allocation import head_tokens
+    from moend.allocation.global_topk import head_tokens
 
     mask = torch.zeros(scores.shape, dtype=torch.bool)
     for layer, of_heads in enumerate(scores):
@@ -683,7 +683,8 @@ def packed(ours: Ours, rendered: Any, bits: int, window: int | None) -> dict[str
 
     from moend.budget import Budget
     from moend.cache import attention_of, cache_argument
-    from moend.methods.bind import bind, method
+    from moend.methods.bind import bind
+    from moend.methods.spec import method
 
     model, (*ids, last), follow = ours.engine.model, rendered.ids, list(rendered.gold_ids)
     fed = torch.tensor([[last, *follow[:-1]]])

@@ -21,7 +21,7 @@ from moend.calibration import DamageSettings
 from moend.calibration.damage import damage_table
 from moend.calibration.sensitivity import Config
 from moend.calibration.sweep import Base
-from moend.methods.bind import method
+from moend.methods.spec import method
 from perf.meter import taken
 
 

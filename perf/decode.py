@@ -112,7 +112,8 @@ class Bench:
         """The cache one of our methods keeps."""
         from moend.budget import Budget
         from moend.engine import rotations
-        from moend.methods.bind import bind, method
+        from moend.methods.bind import bind
+        from moend.methods.spec import method
 
         bound = bind(
             method(name, **fields),

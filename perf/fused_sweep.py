@@ -118,7 +118,8 @@ class Bench:
         """The cells, bound anew so that neither side finds the other's plans."""
         from moend.budget import Budget
         from moend.engine import Job
-        from moend.methods.bind import bind, method
+        from moend.methods.bind import bind
+        from moend.methods.spec import method
 
         return [
             Job(

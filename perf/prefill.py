@@ -53,7 +53,8 @@ class Bench:
         from moend.budget import Budget
         from moend.cache import attention_of, prefill
         from moend.engine import rotations
-        from moend.methods.bind import bind, method
+        from moend.methods.bind import bind
+        from moend.methods.spec import method
 
         model = self.loaded.model
         bound = bind(

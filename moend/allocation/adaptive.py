@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from moend.allocation.base import Division
+from moend.allocation.uniform import Uniform
 from moend.errors import UserError
 
 FLOOR = 0.2  # the paper's: a fifth of the average budget is every head's
+
+
+@dataclass(frozen=True)
+class Adaptive(Uniform):
+    """Every layer the same number of entries (`uniform`), divided among its heads by each sample's scores (AdaKV)."""
+
+    floor: float = FLOOR  # share of a layer's average that every head gets whatever its scores
+
+    divides_heads = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.floor, bool) or not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
+            raise UserError(f"method.allocator.floor must be a share in [0, 1], got {self.floor!r}")
+
+    def divide(self, division: Division) -> list[list[int]]:
+        """See `adaptive`."""
+        layers = zip(division.scores, division.entries, strict=True)
+        return [adaptive(scores, keep, self.floor) for scores, keep in layers]
 
 
 def adaptive(scores: Tensor, keep: int, floor: float = FLOOR) -> list[int]:
@@ -32,3 +54,6 @@ def adaptive(scores: Tensor, keep: int, floor: float = FLOOR) -> list[int]:
     rest = heads * keep - int(whole.sum())
     whole[(whole - exact).argsort(stable=True)[:rest]] += 1
     return [int(x) for x in whole]
+
+
+ALLOCATOR = Adaptive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moend.budget import Arch, Storage, eq1_bytes, peak_layer_bytes
@@ -26,6 +26,17 @@ class CostModel:
     cost: Literal["resident", "eq1"]
     storage: Callable[[int, int, int], Storage]
     reserve: Callable[[int], int]
+    evicts: bool = False
+
+    @property
+    def top(self) -> int:
+        """The most entries that a layer can use."""
+        return self.reference - self.new if self.exact and not self.evicts else self.reference
+
+    @property
+    def of_one_head(self) -> CostModel:
+        """The same for single KV heads: `layer_cost` is then what one head costs."""
+        return replace(self, arch=replace(self.arch, kv_heads=1))
 
     def layer_cost(self, cap: int, k_bits: int, v_bits: int) -> int:
         """Bytes of one layer with this cap: eq. (1), or the most it holds between compression and cap."""

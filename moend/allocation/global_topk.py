@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from moend.allocation.base import Division
+from moend.allocation.uniform import Uniform
+
+
+@dataclass(frozen=True)
+class GlobalTopK(Uniform):
+    """The best scores of all layers and heads together, at least one entry for every head (KVZip, official)."""
+
+    divides_heads = True
+    compares_layers = True
+    averages = True
+
+    def divide(self, division: Division) -> list[list[int]]:
+        """See `head_tokens`."""
+        one = division.price(0, np.array([1]))
+        return head_tokens(division.scores, division.total // one, 1)
 
 
 def head_tokens(scores: list[Tensor], entries: int, floor: int) -> list[list[int]]:
@@ -27,3 +47,6 @@ def head_tokens(scores: list[Tensor], entries: int, floor: int) -> list[list[int
     counts = torch.bincount(kept // n, minlength=rows)
     sizes = [s.shape[0] for s in scores]
     return [part.tolist() for part in counts.split(sizes)]
+
+
+ALLOCATOR = GlobalTopK

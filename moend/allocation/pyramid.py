@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import numpy as np
 
-from moend.allocation.shares import whole
+from moend.allocation.base import Allocation, Allocator, Task
+from moend.allocation.shares import shaped, whole
 
 BETA = 20  # the paper's: the last layer gets a twentieth of the mean beyond its window
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """As many entries as `uniform` holds in all, more in the first layers and fewer in the last."""
+
+    def plan(self, task: Task) -> Allocation:
+        """See `pyramid`; its window is what selection protects."""
+        shape = functools.partial(pyramid, layers=task.cost.arch.layers, window=task.protected)
+        return Allocation(shaped(task, shape))
 
 
 def pyramid(total: int, low: int, high: int, *, layers: int, window: int) -> list[int]:
@@ -26,3 +40,6 @@ def pyramid(total: int, low: int, high: int, *, layers: int, window: int) -> lis
         least = 2 * spare - most
     depth = np.arange(layers)
     return whole(window + most - depth * (most - least) / (layers - 1), total, -depth.astype(np.float64))
+
+
+ALLOCATOR = Pyramid

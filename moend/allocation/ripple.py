@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import numpy as np
 
-from moend.allocation.shares import Floats, whole, within
+from moend.allocation.base import Allocation, Allocator, Task, at_least, choices
+from moend.allocation.shares import Floats, shaped, whole, within
 from moend.errors import UserError
 
 EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class Ripple(Allocator):
+    """As many entries as `uniform` holds in all, divided by how much the output minds noise on a layer's values."""
+
+    r: float = 1.5  # entries of the most sensitive layer over those of the least sensitive one; 1 is uniform
+    gamma: float = 4.0  # multipliers are clipped to [1 / gamma, gamma]
+    signal: str = (
+        "output"  # the response that budgets follow: output (KL at the model's output) | local (L2 in the layer)
+    )
+
+    calibration = "ripple"
+
+    def __post_init__(self) -> None:
+        at_least("method.allocator.r", self.r, 1)
+        at_least("method.allocator.gamma", self.gamma, 1)
+        choices("method.allocator.signal", self.signal, ("output", "local"))
+
+    def plan(self, task: Task) -> Allocation:
+        """See `ripple`; the profile is the mean over the examples of the calibration."""
+        measured = task.artefact("ripple").tensors["response" if self.signal == "output" else "local"]
+        profile = measured.double().mean(0).numpy()
+        return Allocation(shaped(task, functools.partial(ripple, profile=profile, r=self.r, gamma=self.gamma)))
 
 
 def multipliers(profile: Floats, r: float, gamma: float) -> Floats:
@@ -30,3 +58,6 @@ def ripple(total: int, low: int, high: int, *, profile: Floats, r: float, gamma:
     proportion.
     """
     return whole(within(multipliers(profile, r, gamma), total, low, high), total, profile)
+
+
+ALLOCATOR = Ripple

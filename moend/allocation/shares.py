@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from moend.allocation.cost import CostModel
+from moend.allocation.base import Task
 from moend.allocation.uniform import largest
 from moend.plan import LayerPlan
 
@@ -16,17 +16,18 @@ Floats = npt.NDArray[np.float64]
 Shape = Callable[[int, int, int], list[int]]
 
 
-def shaped(demand: CostModel, bits: tuple[int, int], shape: Shape, protected: int, top: int) -> list[LayerPlan]:
+def shaped(task: Task, shape: Shape) -> list[LayerPlan]:
     """As many entries as `uniform` would hold in all, divided by `shape`; Infeasible where it is.
 
-    No layer gets fewer than its `protected` entries (or, where a budget does not reach them, the uniform number), none
-    more than `top`. At 16 bit the bytes are those of `uniform`; where an entry's price depends on how many there are
-    (groups, windows), the sum gives way until the bytes fit.
+    No layer gets fewer than its protected entries (or, where a budget does not reach them, the uniform number), and
+    none more than a layer can use. At 16 bit the bytes are those of `uniform`; where an entry's price depends on how
+    many there are (groups, windows), the sum gives way until the bytes fit.
     """
-    k_bits, v_bits = bits
+    demand, top = task.cost, task.cost.top
+    k_bits, v_bits = task.fixed_bits
     layers, heads, dim = demand.arch.layers, demand.arch.kv_heads, demand.arch.head_dim
     n = min(largest(demand, k_bits, v_bits), top)
-    low = min(protected, n)
+    low = min(task.protected, n)
     total = layers * n
     freed = heads * (8 * dim + 8 * dim + 8)  # the most bytes that one entry less can free, see `largest`
     while True:

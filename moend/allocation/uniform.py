@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from moend.allocation.base import Allocation, Allocator, Task
 from moend.allocation.cost import CostModel
 from moend.errors import Infeasible
 from moend.plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class Uniform(Allocator):
+    """Every layer the largest number of entries that fits, or the number that the budget protocol fixes."""
+
+    def plan(self, task: Task) -> Allocation:
+        """The same LayerPlan for every layer."""
+        return Allocation(uniform(task.cost, task.fixed_bits, task.fixed))
 
 
 def uniform(demand: CostModel, bits: tuple[int, int], tokens: int | None = None) -> list[LayerPlan]:
@@ -38,3 +50,6 @@ def largest(demand: CostModel, k_bits: int, v_bits: int) -> int:
         # Groups and window change at 256 entries, positions and growth at the reference: one entry may free more there.
         step = 1 if n in (256, demand.reference) else max(-(-over // (layers * freed)), 1)
         n = max(n - step, 256 if n > 256 else least)
+
+
+ALLOCATOR = Uniform

@@ -55,6 +55,16 @@ class Scorer:
         return True
 
     @property
+    def comparable(self) -> bool:
+        """Whether scores of different KV heads and layers can be compared. False: only their order in a head counts."""
+        return True
+
+    @property
+    def reindex(self) -> bool:
+        """Whether positions count inside the cache instead of in the text (StreamingLLM's original)."""
+        return False
+
+    @property
     def last_queries(self) -> int:
         """How many of the last queries it needs. While decoding they are kept beside the entries, and counted."""
         return 0

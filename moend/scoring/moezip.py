@@ -145,10 +145,11 @@ class MoEZip(Scorer):
     base: Mapping[str, Any] = field(default_factory=lambda: {"name": "kvzip"})  # scorer of the others: name, settings
 
     at_decode = False
+    comparable = False  # a score is a place in its head's own order
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise unknown("method.mode", str(self.mode), MODES)
+            raise unknown("method.scorer.mode", str(self.mode), MODES)
         for setting in ("anchor_min", "anchor_max"):
             if not isinstance(value := getattr(self, setting), int) or value < 0:
                 raise UserError(f"{setting} of scorer moezip must be a whole number >= 0, got {value!r}")

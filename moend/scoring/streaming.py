@@ -16,6 +16,8 @@ class Streaming(Scorer):
     Exact up to position 2^24, beyond which float32 cannot tell neighbours apart.
     """
 
+    reindex: bool = False  # positions count inside the cache, as in the original, instead of in the text
+
     per_head = False
 
     def __call__(self, view: LayerView) -> Tensor:

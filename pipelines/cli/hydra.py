@@ -58,7 +58,7 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
 
     entry = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="run")(start)
     flags = [a for a in args if a in ("-m", "--multirun")]  # Hydra's parser takes them first or last only
-    ordered = [*flags, *(a for a in args if a not in flags)]
+    ordered = [*flags, *open_parts([a for a in args if a not in flags])]
     if {"-h", "--help"} & set(args) and (config_folder() / "hydra" / "help" / f"{name}.yaml").is_file():
         ordered.append(f"hydra/help={name}")
     with _environment(ordered, name), termination():
@@ -88,6 +88,17 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
                 return 1
             print(f"error: {line}", file=sys.stderr)
             return 2
+
+
+PART = re.compile(r"\+*method\.(scorer|allocator)(\.[\w.]+)?=")
+
+
+def open_parts(arguments: Sequence[str]) -> list[str]:
+    """Arguments that Hydra takes although a method's file does not have their keys: settings of scorer and allocator.
+
+    What settings there are depends on the part's name, which another argument may change (`planning.points`).
+    """
+    return [f"++{a.lstrip('+')}" if PART.match(a) else a for a in arguments]
 
 
 def _read_enough() -> int:
@@ -194,6 +205,8 @@ def explain(error: BaseException, args: Sequence[str]) -> str | None:
         if match := re.match(r"Could not override '([^']+)'", str(error)):
             if match[1] == "sweep":
                 return "sweeps are added: +sweep=<name>, with the plus sign"
+            if (moved := _moved(match[1])) is not None:
+                return moved
             known, others = _keys(args), _keys_of_options(match[1].partition(".")[0])
             if match[1] in known:
                 return _one_line(error)
@@ -210,6 +223,16 @@ _WRITING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
+
+
+def _moved(key: str) -> str | None:
+    """Where a key of the method is now, if it stood there before its part had settings of its own."""
+    if not key.startswith("method."):
+        return None
+    from moend.methods.spec import MOVED
+
+    new = MOVED.get(key.removeprefix("method."))
+    return None if new is None else f"{key} is a setting of a part now: {new}"
 
 
 def unknown_key(key: str, choices: Sequence[str]) -> str:

@@ -127,7 +127,8 @@ def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
     say(console, f"budget: {terminal.budget(str(Budget.parse(plan['budget'])))}, protocol {plan['protocol']}")
     if plan["objective"] is not None:
         gap = ", proven optimal" if plan["gap"] == 0 else f", at most {plan['gap']:.3g} of it above the optimum"
-        say(console, f"solver {plan['solver']}: summed {cell.config.method['table']} {plan['objective']:.4f}{gap}")
+        table = cell.config.method["allocator"].get("table", "S")
+        say(console, f"solver {plan['solver']}: summed {table} {plan['objective']:.4f}{gap}")
 
 
 def show_ripple(profile: dict[str, Any], tokens: Sequence[int], console: Console) -> None:

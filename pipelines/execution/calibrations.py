@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from moend.calibration import AgreementSettings, Calibration, DamageSettings, RippleSettings
     from moend.calibration.artefact import Artefact
-    from moend.methods.bind import Method
+    from moend.methods.spec import Method
     from moend.models.load import LoadedModel, ModelSpec
 
 
@@ -157,7 +157,7 @@ def _damage(
             Base(scorer, method.n_sink, method.recent),
             method.storage,
             every=s.every,
-            heads=method.heads,
+            heads=method.make_allocator().divides_heads,
             statistics=statistics,
             progress=step,
         )

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from moend.benchmarks import Benchmark
     from moend.calibration import Calibration
     from moend.calibration.artefact import Artefact
-    from moend.methods.bind import BoundMethod, Method
+    from moend.methods.bind import BoundMethod
+    from moend.methods.spec import Method
     from moend.models.load import ModelSpec
 
 
@@ -34,6 +35,7 @@ class Facts:
     where the data is not here. full_bytes, cell_bytes: estimates for the plan, of the longest prompt uncompressed and
     of the cell's own cache. arch, prompt_tokens (the longest), new_tokens (the most), reads (of the prompt: 2 where the
     model also repeats it): what time is estimated from.
+    settings: every field of the method, those of its parts complete, so that equal methods have equal keys.
     One line each: blocked (cannot run here), infeasible, absent and absent_data (what a run will fetch first),
     caution (said with the plan).
     """
@@ -60,6 +62,7 @@ class Facts:
     absent: str | None = None
     infeasible: str | None = None
     caution: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Planner:
         if arch is not None:
             length, new = lengths(bench, arch, config)
             full = arch.full_bytes(length)
-            cell = full if method.allocator == "all" else min(Budget.parse(config.budget).to_bytes(arch, length), full)
+            cell = full if method.keeps_all else min(Budget.parse(config.budget).to_bytes(arch, length), full)
             asked = canonical([config.method, config.calibration, config.budget, config.budget_protocol])
             infeasible = self._once(self._infeasible, config, method, arch, length, new, by=(asked, arch, length, new))
         return Facts(
@@ -119,7 +122,7 @@ class Planner:
             metrics={task: bench.metric(task) for task in bench.task_names},
             unit=bench.unit,
             higher_is_better=bench.higher_is_better,
-            is_full=method.allocator == "all" and set(method.precision.values()) == {16},
+            is_full=method.keeps_all and not method.quantises,
             is_nll=bench.kind == "nll",
             arch=arch,
             prompt_tokens=length,
@@ -132,6 +135,7 @@ class Planner:
             absent_data=no_data_yet,
             infeasible=infeasible,
             caution=bench.caution(config.generation.samples),
+            settings=method.settings,
         )
 
     def fetches(self, config: RunConfig) -> tuple[Fetch, Fetch]:
@@ -177,8 +181,9 @@ class Planner:
     def _infeasible(self, config: RunConfig, method: Method, arch: Arch, length: int, new: int) -> str | None:
         """Whether the budget can be met: that depends on bytes only, so a table of zeros stands for any other."""
         made = parts.calibration(canonical(config.calibration))
-        measured = made.damage.configs if method.table == "damage" else tuple(made.keeps)
-        zeros = self._once(_zeros, method, arch, made, by=(tuple(method.keeps), method.table, arch, measured))
+        zeros = self._once(
+            _zeros, method, arch, made, by=canonical([method.settings, arch.__dict__, config.calibration])
+        )
         bound = bind_method(config, method, arch, length, new, zeros)
         try:
             if not bound.fits(length, new):
@@ -247,14 +252,16 @@ def _zeros(method: Method, arch: Arch, calibration: Calibration) -> dict[str, Ar
     from moend.calibration.artefact import Artefact
     from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice
 
-    keeps = [k for k in extend_lattice(tuple(method.keeps)) if k in method.keeps or k in calibration.keeps]
+    if (kind := method.make_allocator().calibration) is None:
+        return {}
+    flat = torch.zeros(1, arch.layers)
+    if kind == "ripple":
+        return {kind: Artefact(kind, {}, {"response": flat, "local": flat})}
+    own = tuple(getattr(method.make_allocator(), "keeps", ()))
+    keeps = [k for k in extend_lattice(own) if k in own or k in calibration.keeps]
     configs = lattice(tuple(keeps), (16, 8, 4, 2))
-    if method.table == "damage":
+    if kind == "damage":
         configs = tuple(Config(*c) for c in calibration.damage.configs)
     tensors = {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
     tensors["heads"] = torch.zeros(arch.layers, arch.kv_heads, len(configs))
-    flat = torch.zeros(1, arch.layers)
-    return {
-        method.table: Artefact(method.table, {}, tensors),
-        "ripple": Artefact("ripple", {}, {"response": flat, "local": flat}),
-    }
+    return {kind: Artefact(kind, {}, tensors)}

@@ -42,22 +42,7 @@ RUN_ONLY = frozenset(
 
 # Fields of conf/method that say how a cache is cut: none of them means anything where nothing is ever cut or rounded.
 # What is not named here counts, for such a method too.
-CUTTING = (
-    *("schedule", "beta", "overshoot", "n_sink", "recent", "group", "window", "cost", "table", "solver", "t_ref"),
-    *(
-        "keeps",
-        "bits",
-        "extend_lattice",
-        "always_quantise",
-        "mode",
-        "anchor_min",
-        "r",
-        "gamma",
-        "signal",
-        "reindex",
-        "channels",
-    ),
-)
+CUTTING = (*("schedule", "beta", "overshoot", "n_sink", "recent", "group", "channels", "window", "always_quantise"),)
 
 
 def semantic(config: dict[str, Any], run_only: frozenset[str] = RUN_ONLY) -> dict[str, Any]:

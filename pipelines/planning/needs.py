@@ -13,7 +13,7 @@ from pipelines.planning.schema import RunConfig
 if TYPE_CHECKING:
     from moend.budget import Arch
     from moend.calibration import AgreementSettings, Calibration, DamageSettings, RippleSettings
-    from moend.methods.bind import Method
+    from moend.methods.spec import Method
     from moend.models.load import ModelSpec
 
 
@@ -47,13 +47,13 @@ def needs(
             "agreement": lambda: {"texts": example_texts(agree, agree.examples)},
         }
         data = key(texts.get(kind, lambda: prompt)())
-        settings = {"dtype": spec.dtype, **calibration.settings(kind, method.scorer)}
+        settings = {"dtype": spec.dtype, **calibration.settings(kind, method.settings["scorer"])}
         if kind == "ripple":  # what the method protects is left alone
             settings |= {"n_sink": method.n_sink, "recent": method.recent}
         if kind == "damage":  # and how it stores what it keeps
             held = ("n_sink", "recent", "group", "window", "channels")
             settings |= {"method": {name: getattr(method, name) for name in held}}
-            settings |= {"heads": True} if method.heads else {}
+            settings |= {"heads": True} if method.make_allocator().divides_heads else {}
         if kind == "agreement":  # how it stores, not what it keeps
             settings |= {"store_dtype": spec.store_dtype}
             settings |= {name: getattr(method, name) for name in ("group", "channels", "window")}

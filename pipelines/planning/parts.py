@@ -16,7 +16,7 @@ from pipelines.planning.schema import RunConfig, mistake
 if TYPE_CHECKING:
     from moend.benchmarks import Benchmark
     from moend.calibration import Calibration
-    from moend.methods.bind import Method
+    from moend.methods.spec import Method
     from moend.models.load import ModelSpec
 
 
@@ -46,7 +46,7 @@ def model_spec(text: str) -> ModelSpec:
 
 @functools.lru_cache(maxsize=256)
 def method(text: str) -> Method:
-    from moend.methods.bind import Method, from_fields
+    from moend.methods.spec import Method, from_fields
 
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
     _typed(Method, "method", fields)

@@ -161,7 +161,7 @@ def prompts(group: Iterable[Cell]) -> set[tuple[str, str]]:
 
 def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:
     payload = identity.cell_payload(
-        config.model_dump(),
+        config.model_dump() | ({"method": facts.settings} if facts.settings else {}),
         facts.identity,
         {need.kind: need.key for need in facts.calibrations},
         is_full=facts.is_full,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.cli.hydra import Point
+from pipelines.cli.hydra import PART, Point
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # the same for every point, whatever its values
@@ -47,7 +47,46 @@ def expand(
 def compose(loader: Any, master: Any, points: Sequence[Sequence[str]]) -> list[Point]:
     """Compose and resolve every point; nothing has run or been written before all of them are known to be sound."""
     composer = _Composer(loader, master)
-    return [composer.point(i, overrides) for i, overrides in enumerate(points)]
+    return [_with_parts(composer, i, overrides) for i, overrides in enumerate(points)]
+
+
+def _with_parts(composer: _Composer, index: int, overrides: Sequence[str]) -> Point:
+    """A point whose scorer and allocator are set after Hydra composed the rest.
+
+    Another name replaces the part with its settings, whatever the method's file says of them.
+    """
+    parts = [o for o in overrides if PART.match(o)]
+    point = composer.point(index, [o for o in overrides if o not in parts])
+    if not parts:
+        return point
+    method = point.config.get("method")
+    if not isinstance(method, dict):
+        return composer.point(index, overrides)
+    given = [(o.key_or_group.split(".")[1:], o.value()) for text in parts if (o := composer.parse(text))]
+    for part in ("scorer", "allocator"):
+        wholes = [v for path, v in given if path == [part]]
+        own = [(path[1:], v) for path, v in given if path[0] == part and len(path) > 1]
+        if wholes:
+            method[part] = _replaced(method.get(part), wholes[-1])
+        for path, value in sorted(own, key=lambda x: x[0] != ["name"]):  # the name first: it says what may be set
+            if path == ["name"]:
+                method[part] = _replaced(method.get(part), {"name": value})
+                continue
+            node = method[part] = dict(method.get(part) or {})
+            for name in path[:-1]:
+                node[name] = dict(node.get(name) or {})
+                node = node[name]
+            node[path[-1]] = value
+    return Point(point.index, tuple(o.lstrip("+") if o in parts else o for o in overrides), point.choices, point.config)
+
+
+def _replaced(old: Any, new: Any) -> Any:
+    """A part with another's name and settings, or with the same name and more settings."""
+    if isinstance(new, str):
+        new = {"name": new}
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        return new
+    return {**old, **new} if new.get("name", old.get("name")) == old.get("name") else new
 
 
 class _Composer:
@@ -75,7 +114,7 @@ class _Composer:
 
         options, values = [], []
         for text in overrides:
-            o = self._parse(text)
+            o = self.parse(text)
             key, value = o.key_or_group, o.value()
             if o.is_sweep_override() or o.package is not None or o.is_hydra_override():
                 return None
@@ -89,7 +128,8 @@ class _Composer:
                 return None
         return tuple(options), values
 
-    def _parse(self, text: str) -> Any:
+    def parse(self, text: str) -> Any:
+        """An override as Hydra reads it."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         if text not in self.parsed:

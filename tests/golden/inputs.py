@@ -23,7 +23,7 @@ from moend.calibration.ripple import Noise, profile
 from moend.calibration.sensitivity import Config, extend_lattice, lattice, measure
 from moend.calibration.sweep import Base
 from moend.calibration.trig import TrigStatistics
-from moend.methods.bind import method
+from moend.methods.spec import method
 from moend.models import load as models
 from moend.scoring import scorer
 from tests.golden.records import CALIBRATIONS, MODELS, PROMPTS, load
@@ -79,7 +79,9 @@ def calibrations(loaded: Any) -> dict[str, dict[str, torch.Tensor]]:
         m = method(name)
         own = Base(m.make_scorer(), m.n_sink, m.recent)
         measured = [Config(*c) for c in DamageSettings().configs]
-        made = damage_table(model, kinds, WINDOW, measured, own, m.storage, every=3, heads=m.heads)
+        made = damage_table(
+            model, kinds, WINDOW, measured, own, m.storage, every=3, heads=m.make_allocator().divides_heads
+        )
         found[f"damage-{name}"] = made.tensors()
     return found
 

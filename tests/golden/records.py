@@ -36,7 +36,8 @@ from moend.benchmarks.base import Rendered, Sample
 from moend.budget import Budget
 from moend.calibration.artefact import Artefact
 from moend.engine import Engine, Job
-from moend.methods.bind import bind, from_fields, reference_length
+from moend.methods.bind import bind, reference_length
+from moend.methods.spec import from_fields, with_part
 from moend.models import load as models
 
 
@@ -154,7 +155,9 @@ class Case:
     @property
     def fields(self) -> Fields:
         """Return the method's fields, changed."""
-        return method_file(self.method) | self.changes
+        own = method_file(self.method)
+        parts = {k: with_part(own.get(k), v) for k, v in self.changes.items() if k in ("scorer", "allocator")}
+        return own | self.changes | parts
 
     @property
     def group(self) -> str:
@@ -196,7 +199,7 @@ def bits(k: int, v: int) -> Fields:
 def cases(model: str) -> list[Case]:
     """List the cases of a model. The first model has all long ones, the other few: they take most of the time."""
     names = sorted(p.stem for p in METHODS.glob("*.yaml"))
-    keeps_all = {n for n in names if method_file(n)["allocator"] == "all"}
+    keeps_all = {n for n in names if from_fields(method_file(n)).keeps_all}
     found = []
     for visible in (True, False):
         for n in names:
@@ -225,20 +228,20 @@ PROMPT_ONLY: tuple[tuple[str, Fields], ...] = (
     ("RippleKV", bits(4, 4)),
     ("KVZip_uniform", bits(8, 4)),
     ("MoEZip", bits(8, 4)),
-    ("MoEZip", {"mode": "recon"}),
+    ("MoEZip", {"scorer": {"mode": "recon"}}),
     ("Random", bits(16, 4)),
     ("Knorm", bits(8, 16)),
     ("AdaKV", bits(8, 8)),  # refused
-    ("2d_hetero", {"table": "kl", "extend_lattice": False}),
-    ("2d_hetero", {"solver": "greedy"}),
-    ("2d_hetero", {"solver": "greedy_paper"}),
-    ("2d_hetero", {"cost": "eq1"}),
-    ("ripple_2d_head", {"solver": "greedy"}),
-    ("RippleKV", {"signal": "local", "r": 1.25}),
+    ("2d_hetero", {"allocator": {"table": "kl", "extend_lattice": False}}),
+    ("2d_hetero", {"allocator": {"solver": "greedy"}}),
+    ("2d_hetero", {"allocator": {"solver": "greedy_paper"}}),
+    ("2d_hetero", {"allocator": {"cost": "eq1"}}),
+    ("ripple_2d_head", {"allocator": {"solver": "greedy"}}),
+    ("RippleKV", {"allocator": {"signal": "local", "r": 1.25}}),
 )
 OTHER_WAYS: tuple[tuple[str, Fields], ...] = (
-    ("StreamingLLM", {"reindex": True, "beta": 4}),
-    ("SnapKV", {"schedule": "every", "beta": 16, "recent": 8, "scorer": {"name": "snapkv", "window": 8}}),
+    ("StreamingLLM", {"scorer": {"reindex": True}, "beta": 4}),
+    ("SnapKV", {"schedule": "every", "beta": 16, "recent": 8, "scorer": {"window": 8}}),
     ("Knorm", {"schedule": "every", "beta": 16}),
     ("H2O", {"overshoot": "paper", "beta": 8}),
 )

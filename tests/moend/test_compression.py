@@ -14,7 +14,8 @@ from moend.budget import Arch, Budget
 from moend.calibration.artefact import Artefact
 from moend.engine import Engine, Generation, Job, stable_seed
 from moend.errors import Blocked, UserError
-from moend.methods.bind import bind, method, method_names
+from moend.methods.bind import bind
+from moend.methods.spec import method, method_names
 from moend.models import load as models
 from moend.plan import LayerPlan, RoutingPlan
 from tests.moend.test_methods import calibrations, sensitivity
@@ -39,7 +40,7 @@ def example(loaded: Any) -> Any:
 @pytest.mark.parametrize("budget", ["15%", "40%"])
 def test_generate_gives_the_engine_s_tokens(loaded, example, name, budget):
     new = 12
-    if method(name).allocator == "all":  # what keeps every token cannot go so low
+    if method(name).keeps_all:  # what keeps every token cannot go so low
         budget = "80%" if budget == "15%" else "90%"
     made = artefacts(loaded.arch)
     bound = bind(

@@ -22,7 +22,8 @@ from moend.calibration.sensitivity import Config, encode, extend_lattice, lattic
 from moend.calibration.trig import TrigStatistics
 from moend.engine import Engine, Generation, Job, Outcome, stable_seed
 from moend.errors import UserError
-from moend.methods.bind import BoundMethod, bind, method, method_names
+from moend.methods.bind import BoundMethod, bind
+from moend.methods.spec import method, method_names
 from moend.models import load as models
 from moend.scoring import scorer
 from tests.tiny import tiny
@@ -111,16 +112,19 @@ def test_full_is_the_stock_model(loaded, artefacts, examples):
 
 def every_way(n: str, visible: bool) -> list[dict[str, Any]]:
     """A method as it is, and, where it evicts while decoding, so often that it does within a short answer."""
-    asked = {"mode": "recon"} if method(n).mode and not visible else {}  # there is no question to go by
+    asked = {"scorer": {"mode": "recon"}} if n == "MoEZip" and not visible else {}  # there is no question to go by
     ways = [asked, {"beta": 3}] if method(n).schedule == "every" else [asked]
     window = {"name": "snapkv", "window": 8}  # what it goes by while decoding must fit as well
-    more = {"StreamingLLM": {"reindex": True, "beta": 2}, "SnapKV": {"schedule": "every", "beta": 3, "scorer": window}}
+    more = {
+        "StreamingLLM": {"scorer": {"reindex": True}, "beta": 2},
+        "SnapKV": {"schedule": "every", "beta": 3, "scorer": window},
+    }
     return [*ways, more[n]] if n in more else ways
 
 
 def budgets(n: str, tight: tuple[str, ...]) -> tuple[str, ...]:
     """Tight ones, or one that a method can meet which keeps every token."""
-    return ("80%",) if method(n).allocator == "all" else tight
+    return ("80%",) if method(n).keeps_all else tight
 
 
 @pytest.mark.parametrize("visible", [True, False])

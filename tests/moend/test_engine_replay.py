@@ -13,7 +13,8 @@ from moend.benchmarks.base import Rendered
 from moend.budget import Budget
 from moend.engine import Engine, Job
 from moend.errors import UserError
-from moend.methods.bind import BoundMethod, bind, method
+from moend.methods.bind import BoundMethod, bind
+from moend.methods.spec import method
 from moend.models import load as models
 from moend.replay import Replay
 from tests.tiny import tiny
@@ -123,10 +124,10 @@ def test_moezip_records_what_it_did(loaded, example):
 
 def test_what_cannot_work_is_said_before_it_runs(loaded, tmp_path):
     runs = Engine(loaded)
-    query, recon = cell(loaded, "MoEZip", "20%"), cell(loaded, "MoEZip", "20%", mode="recon")
+    query, recon = cell(loaded, "MoEZip", "20%"), cell(loaded, "MoEZip", "20%", scorer={"mode": "recon"})
     runs.admit(query, question_visible=True)
     runs.admit(recon, question_visible=False)
-    with pytest.raises(UserError, match=r"question_visible=false hides: set method\.mode=recon"):
+    with pytest.raises(UserError, match=r"question_visible=false hides: set method\.scorer\.mode=recon"):
         runs.admit(query, question_visible=False)
     with pytest.raises(UserError, match="these prompts ask none"):
         runs.admit(query, question_visible=True, asks=False)

@@ -11,14 +11,15 @@ from moend.budget import Arch, Budget
 from moend.cache import LayerCapture, Prefilled
 from moend.errors import Infeasible
 from moend.hf.rope import Rotary
-from moend.methods.bind import BoundMethod, bind, method, method_names
+from moend.methods.bind import BoundMethod, bind
+from moend.methods.spec import method, method_names
 from tests.moend.test_methods import calibrations
 
 # Layers as SmolLM2 and recall_moe have them; how many there are does not change a share.
 SHAPES = {"smollm2": (Arch(2, 9, 3, 64, 8192), 1024), "recall_moe": (Arch(2, 4, 2, 32, 1024), 256)}
 BUDGETS = ("10%", "20%", "35%", "60%", "75%")
 NEW = 3
-LATTICE = [n for n in method_names() if method(n).routes_bits]
+LATTICE = [n for n in method_names() if method(n).joint_bits]
 REST = [n for n in method_names() if n not in LATTICE and n != "full"]
 
 
@@ -91,10 +92,10 @@ def test_fixed_bits_leave_less_than_an_entry_a_layer(shape: str, name: str, budg
     arch, tokens = SHAPES[shape]
     held, total = most_held(name, shape, budget), Budget.parse(budget).to_bytes(arch, tokens)
     if held is None:
-        assert method(name).allocator == "all" or (shape, name) == ("recall_moe", "Scissorhands")
+        assert method(name).keeps_all or (shape, name) == ("recall_moe", "Scissorhands")
         return
     assert held <= total
-    if method(name).allocator == "all":  # all tokens at one precision cost what they cost
+    if method(name).keeps_all:  # all tokens at one precision cost what they cost
         assert held == everything(name, shape)
         return
     b = bound(name, shape, budget)

@@ -19,7 +19,8 @@ from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattice, lattice
 from moend.errors import Blocked, Infeasible, UserError
 from moend.hf.rope import Rotary
-from moend.methods.bind import BoundMethod, Method, bind, from_fields, method, method_names, reference_length
+from moend.methods.bind import BoundMethod, bind, reference_length
+from moend.methods.spec import Method, from_fields, method, method_names
 from moend.plan import RoutingPlan
 
 ARCH = Arch(layers=6, q_heads=4, kv_heads=2, head_dim=64, max_positions=4096)
@@ -69,7 +70,7 @@ def calibrations(arch: Arch = ARCH) -> dict[str, Artefact]:
 
 
 def bound(name: str, budget: object, protocol: str = "matched", arch: Arch = ARCH, **rest: Any) -> BoundMethod:
-    fields = {k: rest.pop(k) for k in list(rest) if k in {f.name for f in dataclasses.fields(Method)} - {"t_ref"}}
+    fields = {k: rest.pop(k) for k in list(rest) if k in {f.name for f in dataclasses.fields(Method)}}
     rest.setdefault("t_ref", 1024)
     artefacts = calibrations(arch)
     return bind(method(name, **fields), Budget.parse(budget), protocol, arch, artefacts=artefacts, **rest)
@@ -105,23 +106,27 @@ def test_near_miss_names_the_right_method(wrong, right):
         {"n_sink": -1},
         {"recent": -1},
         {"recent": 1.0},
-        {"cost": "bytes"},
-        {"solver": "best"},
-        {"keeps": [0.0]},
-        {"keeps": []},
-        {"t_ref": "auto2"},
-        {"t_ref": 0},
+        {"allocator": {"cost": "bytes"}},
+        {"allocator": {"solver": "best"}},
+        {"allocator": {"keeps": [0.0]}},
+        {"allocator": {"keeps": []}},
+        {"allocator": {"t_ref": "auto2"}},
+        {"allocator": {"t_ref": 0}},
+        {"allocator": {"unit": "head"}},
+        {"allocator": 3},
+        {"allocator": None},
+        {"allocator": {"name": "rippel"}},
         {"scorer": {"name": "trigg"}},
         {"scorer": None},
         {"precision": {"k_bits": 8}},
         {"precision": {"k_bits": 7, "v_bits": 4}},
         {"precision": {"k_bits": "foo", "v_bits": 4}},
-        {"bits": []},
-        {"bits": [16, 3]},
+        {"allocator": {"bits": []}},
+        {"allocator": {"bits": [16, 3]}},
         {"bogus": 1},
-        {"r": 0.9},
-        {"gamma": 0.5},
-        {"signal": "outputs"},
+        {"allocator": {"name": "ripple", "r": 0.9}, "precision": {"k_bits": 16, "v_bits": 16}},
+        {"allocator": {"name": "ripple", "gamma": 0.5}, "precision": {"k_bits": 16, "v_bits": 16}},
+        {"allocator": {"name": "ripple", "signal": "outputs"}, "precision": {"k_bits": 16, "v_bits": 16}},
         {"allocator": "ripple"},
         {"allocator": "pyramid"},
     ],
@@ -133,10 +138,10 @@ def test_bad_fields_are_refused(fields):
 
 def test_a_threshold_needs_scores_that_compare_over_heads():
     with pytest.raises(UserError, match="those of scorer moezip are places in each head's own order"):
-        method("MoEZip", allocator="threshold")
-    with pytest.raises(UserError, match="needs a scorer per head, 16 bit"):
+        method("MoEZip", allocator="global_topk")
+    with pytest.raises(UserError, match="allocator global_topk needs 16 bit"):
         method("KVZip", precision={"k_bits": 8, "v_bits": 8})
-    assert method("SnapKV", allocator="threshold").allocator == "threshold"
+    assert method("SnapKV", allocator="global_topk").allocator == {"name": "global_topk"}
 
 
 @pytest.mark.req(4)
@@ -267,7 +272,13 @@ def test_all_tokens_at_fewer_bits_must_fit_too():
 
 
 def test_all_tokens_with_routed_bits():
-    m = from_fields({"name": "q", "allocator": "all", "precision": {"k_bits": "routed", "v_bits": "routed"}})
+    m = from_fields(
+        {
+            "name": "q",
+            "allocator": {"name": "joint", "keeps": [1.0]},
+            "precision": {"k_bits": "joint", "v_bits": "joint"},
+        }
+    )
     assert m.calibrations == ("sensitivity",)
     b = bind(m, Budget.parse("50%"), "matched", ARCH, t_ref=None, artefacts={"sensitivity": sensitivity()})
     plan = b.plan(1000, 16)
@@ -376,7 +387,7 @@ def test_lattice_is_extended_only_where_needed():
     assert min(x.keep for x in bound("2d_hetero", "30%", t_ref=None).plan(1000, 16).layers) >= 0.1
     assert min(x.keep for x in bound("2d_hetero", "4%", t_ref=None).plan(4000, 16).layers) < 0.1
     with pytest.raises(Infeasible):
-        bound("2d_hetero", "3%", t_ref=None, extend_lattice=False).plan(4000, 16)
+        bound("2d_hetero", "3%", t_ref=None, allocator={"extend_lattice": False}).plan(4000, 16)
 
 
 SHAPED = ["PyramidKV", "RippleKV"]
@@ -426,7 +437,7 @@ def test_ripple_follows_its_signal():
 
     def tokens(**fields: Any) -> list[int]:
         b = bind(
-            method("RippleKV", **fields),
+            method("RippleKV", allocator=fields),
             Budget.parse("20%"),
             "matched",
             ARCH,
@@ -458,8 +469,8 @@ def test_reference_length():
     assert reference_length(m, Budget.parse(512), 16384, 512) == 16384
     assert reference_length(m, Budget.parse(64), 17000, 16384) == 256  # long generation: 4 b
     assert reference_length(m, Budget.parse("10%"), 16384, 512) is None
-    assert reference_length(method("2d_hetero", t_ref=99), Budget.parse("10%"), 16384, 512) == 99
-    assert reference_length(method("2d_hetero", t_ref="sample"), Budget.parse(64), 16384, 512) is None
+    assert reference_length(method("2d_hetero", allocator={"t_ref": 99}), Budget.parse("10%"), 16384, 512) == 99
+    assert reference_length(method("2d_hetero", allocator={"t_ref": "sample"}), Budget.parse(64), 16384, 512) is None
 
 
 @pytest.mark.parametrize("budget", [512, 1024, 2048, 4096])
@@ -495,7 +506,7 @@ def test_routing_can_read_a_kl_table():
     values[2] = 100.0  # layer 2 must be left alone
     kl = Artefact("kl", {}, {"table": values, "configs": encode(configs)}, {})
     b = bind(
-        method("2d_hetero", table="kl"),
+        method("2d_hetero", allocator={"table": "kl"}),
         Budget.parse("45%"),
         "matched",
         ARCH,

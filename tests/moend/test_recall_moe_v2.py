@@ -12,7 +12,8 @@ from moend.benchmarks import benchmark
 from moend.budget import Budget
 from moend.engine import Engine, Job
 from moend.hf.routers import Routing
-from moend.methods.bind import bind, method
+from moend.methods.bind import bind
+from moend.methods.spec import method
 from moend.models import load as models
 
 FOLDER = Path(models.PACKAGE) / "fixtures" / "recall_moe_v2"

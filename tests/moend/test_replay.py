@@ -13,7 +13,8 @@ from moend.cache import prefill
 from moend.errors import UserError
 from moend.hf.attention import attention_of
 from moend.hf.routers import Routing
-from moend.methods.bind import bind, method
+from moend.methods.bind import bind
+from moend.methods.spec import method
 from moend.replay import CARRY, SINKS, Replay, Request, request, routing_flips
 from moend.scoring.moezip import fisher_trace
 from tests.tiny import tiny

@@ -45,11 +45,12 @@ GROUPS = {
 } | {"sweep": ["quickstart", "nope"], "benchmark": ["niah", "longbench", "nope"]}
 KEYS = [
     "budget", "seed", "dry_run", "question_visible", "method.beta", "method.window", "method.precision.k_bits",
-    "method.precision", "method.keeps", "method.bits", "method.scorer", "method.scorer.window", "method", "model.arch",
+    "method.precision", "method.recent", "method.group", "method",
+    "model.arch",
     "model.arch.layers", "model.id", "model.revision", "benchmark.tasks", "benchmark.length", "benchmark.limit",
     "calibration.kl.tokens", "calibration.kl", "calibration.text", "generation.temperature", "paths.store", "paths",
     "engine.max_bytes", "cluster.wait", "tracking.project", "hydra.verbose", "hydra.job.name", "budgett", "method.nope",
-    "budget.deep", "nothing.here", "method.keeps.0", "sweep", "model.arch.layers.x",
+    "budget.deep", "nothing.here", "method.precision.0", "sweep", "model.arch.layers.x",
 ]  # fmt: skip
 VALUES = [
     "1", "0", "-3", "2.5", "1e3", "nan", "inf", "true", "False", "null", "abc", "'abc'", '"1"', "''", "10%", "a b",
@@ -71,7 +72,7 @@ CHOICES = st.sampled_from(sorted(GROUPS)).flatmap(
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(["method=1d", "budget=10%", "seed=3", "method.bits=[16,8]", "benchmark.tasks=[niah]"])
+@example(["method=1d", "budget=10%", "seed=3", "method.group=32", "benchmark.tasks=[niah]"])
 @example(["method.beta=2", "+method.beta=3"])
 @example(["method.new=2", "+method.new=3"])
 @example(["+method.new=3", "method.new=2"])
@@ -79,7 +80,6 @@ CHOICES = st.sampled_from(sorted(GROUPS)).flatmap(
 @example(["paths.store=x", "paths.cache=${paths.store}"])
 @example(["method={scorer: null}", "method=1d"])
 @example(["model.arch=null", "model.arch.layers=3"])
-@example(["method.scorer=null", "method.scorer.window=3"])
 @example(["model.arch=[1]", "model.arch=2"])
 @given(st.lists(CHOICES | OVERRIDES | OVERRIDES, max_size=4))
 def test_a_point_is_what_hydra_composes(hydra: tuple[Any, Any], overrides: list[str]) -> None:
@@ -93,8 +93,35 @@ def test_points_share_nothing_and_stand_in_order(hydra: tuple[Any, Any]) -> None
     made = points.compose(*hydra, wanted)
     assert [list(p.overrides) for p in made] == wanted
     assert [p.index for p in made] == [0, 1, 2, 3]
-    made[0].config["method"]["bits"].append(2)
-    assert made[1].config["method"]["bits"] == [16, 8, 4]
+    made[0].config["method"]["precision"]["k_bits"] = 2
+    assert made[1].config["method"]["precision"]["k_bits"] == 16
+
+
+JOINT = {"name": "joint"}
+RIPPLE = {"name": "ripple", "r": 1.5, "gamma": 4.0, "signal": "output"}
+SNAP = {"name": "snapkv", "window": 32, "pool": "avg", "kernel": 5}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scorer", "allocator"),
+    [
+        (["method=SnapKV"], SNAP, {"name": "uniform"}),
+        (["method=SnapKV", "method.scorer.window=8"], SNAP | {"window": 8}, {"name": "uniform"}),
+        (["method=SnapKV", "method.scorer.name=snapkv"], SNAP, {"name": "uniform"}),
+        (["method=SnapKV", "method.scorer.name=kvzip"], {"name": "kvzip"}, {"name": "uniform"}),
+        (["method.scorer.mode=recon", "method.scorer.name=moezip"], {"name": "moezip", "mode": "recon"}, JOINT),
+        (["method=SnapKV", "method.scorer={name:tova}"], {"name": "tova"}, {"name": "uniform"}),
+        (["method=SnapKV", "method.scorer=null", "method.allocator=all"], None, {"name": "all"}),
+        (["method=RippleKV", "method.allocator.r=1"], SNAP, RIPPLE | {"r": 1}),
+        (["method=RippleKV", "method.allocator=adaptive"], SNAP, {"name": "adaptive"}),
+        (["method=2d_hetero", "method.allocator.keeps=[0.5,1]"], {"name": "trig"}, JOINT | {"keeps": [0.5, 1]}),
+        (["method=full", "method.scorer.name=tova", "method.allocator=uniform"], {"name": "tova"}, {"name": "uniform"}),
+    ],
+)
+def test_another_name_replaces_a_part_with_its_settings(overrides: list[str], scorer: Any, allocator: Any) -> None:
+    (point,) = compose_points(overrides)
+    assert (point.config["method"]["scorer"], point.config["method"]["allocator"]) == (scorer, allocator)
+    assert list(point.overrides) == overrides
 
 
 def test_options_are_composed_once(hydra: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moend.methods import bind as methods
+from moend.methods import spec as methods
 from pipelines import run
 from pipelines.cli.hydra import config_folder
 from pipelines.planning import identity
@@ -69,8 +69,8 @@ BAD = {
     "benchmrk=niah": "Did you mean 'benchmark'?",
     "generation.temprature=1": "Did you mean 'generation.temperature'?",
     "+generation.temprature=1": "Did you mean 'generation.temperature'?",
-    "+method.slver=exact": "Did you mean 'method.solver'?",
-    "method.solver=exakt": "unknown method.solver 'exakt'. Did you mean 'exact'?",
+    "method.allocator.slver=exact": "unknown setting of allocator joint 'slver'. Did you mean 'solver'?",
+    "method.allocator.solver=exakt": "unknown method.allocator.solver 'exakt'. Did you mean 'exact'?",
     "method.beta=abc": "method.beta: input should be a valid number",
     "model.dtype=int3": "unknown model.dtype 'int3'",
     "generation.samples=0": "generation.samples: input should be greater than or equal to 1, got 0",

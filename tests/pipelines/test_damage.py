@@ -103,7 +103,12 @@ def test_every_setting_enters_the_identity() -> None:
         assert facts(other).calibrations[0].key != one.key
     for other in ("calibration.damage.keeps=[0.5,1]", "calibration.damage.kinds=[text]", "calibration.damage.every=1"):
         assert facts(other).calibrations[0].key != one.key
-    for same in ("budget=40%", "calibration.ripple.examples=3", "calibration.kl.tokens=100", "method.solver=greedy"):
+    for same in (
+        "budget=40%",
+        "calibration.ripple.examples=3",
+        "calibration.kl.tokens=100",
+        "method.allocator.solver=greedy",
+    ):
         assert facts(same).calibrations[0].key == one.key
 
 

@@ -20,7 +20,7 @@ def records(store: Path) -> dict[tuple[str, str | None], list[dict[str, Any]]]:
     for path in store.glob("cells/*/result.json"):
         method = json.loads((path.parent / "payload.json").read_text())["payload"]["method"]
         lines = (line for file in (path.parent / "records").glob("*.jsonl") for line in file.read_text().splitlines())
-        found[method["name"], method["mode"]] = [json.loads(line) for line in lines]
+        found[method["name"], method["scorer"].get("mode")] = [json.loads(line) for line in lines]
     return found
 
 
@@ -70,10 +70,10 @@ def test_a_hidden_question_blocks_mode_query_and_nothing_else(tmp_path, capsys):
     code = start(tmp_path, "method=MoEZip,KVZip", "budget=20%", "question_visible=false")
     out = capsys.readouterr().out
     assert "blocked: MoEZip 20% recall" in out
-    assert "which question_visible=false hides: set method.mode=recon" in out
+    assert "which question_visible=false hides: set method.scorer.mode=recon" in out
     assert set(records(tmp_path)) == {("KVZip", None)}
     assert code == 2
-    assert start(tmp_path, "method=MoEZip", "method.mode=recon", "budget=20%", "question_visible=false") == 0
+    assert start(tmp_path, "method=MoEZip", "method.scorer.mode=recon", "budget=20%", "question_visible=false") == 0
     assert ("MoEZip", "recon") in records(tmp_path)
 
 

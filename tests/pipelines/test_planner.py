@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moend.budget import Arch
-from moend.methods.bind import Method
+from moend.methods.spec import Method
 from pipelines.cli import terminal
 from pipelines.execution import calibrate
 from pipelines.planning import estimate, identity, planner
@@ -31,9 +31,9 @@ def plan_of(tmp_path: Path, *args: str) -> planner.Plan:
 
 def test_full_is_one_cell_whatever_would_be_cut(tmp_path: Path) -> None:
     (before,) = plan_of(tmp_path, *FIXTURE, "method=full").cells
-    settings = ["method.beta=64", "method.n_sink=0", "method.solver=greedy", "method.keeps=[0.5]", "method.group=32"]
-    settings += ["method.mode=recon", "method.anchor_min=3", "method.gamma=2"]
-    for setting in [*settings, "method.t_ref=sample", "method.window=0", "budget=3", "budget_protocol=paper"]:
+    settings = ["method.beta=64", "method.n_sink=0", "method.channels=32", "method.recent=3", "method.group=32"]
+    settings += ["method.always_quantise=true"]
+    for setting in [*settings, "method.window=0", "budget=3", "budget_protocol=paper"]:
         (cell,) = plan_of(tmp_path, *FIXTURE, "method=full", setting).cells
         assert cell.key == before.key, setting
     for setting in ("seed=1", "method.precision.k_bits=8", "engine.fuse=false", "model.store_dtype=model"):
@@ -44,7 +44,7 @@ def test_full_is_one_cell_whatever_would_be_cut(tmp_path: Path) -> None:
 
 
 def test_a_new_field_of_a_method_counts_for_full_too() -> None:
-    assert len(set(identity.CUTTING) & {f.name for f in dataclasses.fields(Method)}) >= 15
+    assert len(set(identity.CUTTING) & {f.name for f in dataclasses.fields(Method)}) >= 9
     assert not set(identity.CUTTING) & {"name", "version", "scorer", "allocator", "precision"}
     (point,) = compose_points(["method=full"])
 

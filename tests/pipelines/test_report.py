@@ -86,7 +86,7 @@ def test_a_sweep_that_is_not_whole_is_not_said_to_have_dropped_nothing() -> None
 
 
 def test_fields_of_a_method_are_part_of_its_name_and_others_keep_cells_apart(runs: Runs) -> None:
-    grid = "hydra.sweeper.grids=[{method:SnapKV},{method:RippleKV,method.signal:'output,local'}]"
+    grid = "hydra.sweeper.grids=[{method:SnapKV},{method:RippleKV,method.allocator.signal:'output,local'}]"
     assert runs(grid, "budget=10%", "seed=0,1", "-m") == 0
     rows, deltas, text = tables(runs, 0)
     assert "| RippleKV (signal=local) | 10% seed=1 |" in text

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.allocation import adaptive
+from moend.allocation.adaptive import adaptive
 from moend.budget import Arch, Budget
 from moend.cache import CompressedCache, LayerCapture, Prefilled
-from moend.methods.bind import bind, method
+from moend.methods.bind import bind
+from moend.methods.spec import method
 
 ARCH = Arch(3, 8, 4, 16, 4096)
 

@@ -13,7 +13,8 @@ from moend.budget import Arch, Budget
 from moend.cache import layer_kv as row
 from moend.cache import prefill
 from moend.calibration.agreement import BITS, LEAST, token_agreement
-from moend.methods.bind import bind, from_fields, method, method_names
+from moend.methods.bind import bind
+from moend.methods.spec import from_fields, method, method_names
 from moend.models import load as models
 from tests.moend.scoring.decoding import step
 from tests.tiny import tiny

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moend.budget import Arch, Budget, layer_bytes
 from moend.cache import prefill
-from moend.methods.bind import bind, method
+from moend.methods.bind import bind
+from moend.methods.spec import method
 from moend.scoring import scorer
 from tests.moend.scoring.decoding import Pass, check
 from tests.moend.scoring.views import view

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.cache.select import select
-from moend.methods.bind import method
+from moend.methods.spec import method
 from moend.scoring import LayerView, scorer
 from tests.moend.scoring.views import view
 

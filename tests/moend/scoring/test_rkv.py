@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moend.budget import Arch, Budget
-from moend.methods.bind import bind, method
+from moend.methods.bind import bind
+from moend.methods.spec import method
 from moend.scoring import LayerView, rkv, scorer
 from tests.moend.scoring.decoding import Pass, check
 from tests.moend.scoring.views import asked, view

@@ -12,7 +12,8 @@ from moend.budget import Arch, Budget
 from moend.cache import prefill
 from moend.errors import UserError
 from moend.hf.rope import Rotary, rotary, unrotate
-from moend.methods.bind import bind, method
+from moend.methods.bind import bind
+from moend.methods.spec import method
 from tests.moend.scoring.decoding import Pass, check, step
 from tests.tiny import tiny
 
@@ -91,7 +92,7 @@ def test_reindexed_positions_are_the_originals(feeds: list[int], beta: int) -> N
     model, cut = tiny("llama", layers=2), 20
     ids = torch.randint(3, 97, (1, cut + 6), generator=torch.Generator().manual_seed(1))
     arch = Arch(2, 4, 2, 16, 4096)
-    made = method("StreamingLLM", reindex=True, beta=beta)
+    made = method("StreamingLLM", scorer={"reindex": True}, beta=beta)
     assert made.label == "StreamingLLM (reindexed)" and method("StreamingLLM").label == "StreamingLLM"
     bound = bind(made, Budget.parse(14), "matched", arch, t_ref=None, store_dtype=torch.float32)
     assert bound.needs_rotary
@@ -113,6 +114,8 @@ def test_reindexed_positions_are_the_originals(feeds: list[int], beta: int) -> N
 
 
 def test_reindex_is_for_streaming_at_16_bit() -> None:
-    for name, fields in (("SnapKV", {}), ("StreamingLLM", {"precision": {"k_bits": 8, "v_bits": 8}})):
-        with pytest.raises(UserError, match=r"method\.reindex needs scorer streaming"):
-            method(name, reindex=True, **fields)
+    with pytest.raises(UserError, match=r"unknown setting of scorer snapkv 'reindex'"):
+        method("SnapKV", scorer={"reindex": True})
+    for fields in ({"schedule": "prompt"}, {"precision": {"k_bits": 8, "v_bits": 8}}):
+        with pytest.raises(UserError, match=r"reindex counts positions inside a cache that evicts at 16 bit"):
+            method("StreamingLLM", scorer={"reindex": True}, **fields)

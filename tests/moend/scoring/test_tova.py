@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moend.budget import Arch, Budget
-from moend.methods.bind import bind, method
+from moend.methods.bind import bind
+from moend.methods.spec import method
 from moend.scoring import LayerView, scorer
 from tests.moend.scoring.decoding import Pass, check
 from tests.moend.scoring.views import view

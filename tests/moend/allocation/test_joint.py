@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.allocation import CostModel, headed
+from moend.allocation import CostModel, Task
+from moend.allocation.joint import Joint
 from moend.budget import Arch, Storage, layer_bytes
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import Config, encode
@@ -52,11 +53,13 @@ def bytes_of(config, dim):
 
 
 def choose(total, arch, table, **rest):
-    return headed(
-        demand(total, arch),
-        artefact(table),
-        **{"keeps": KEEPS, "bits": ((16, 8, 4), (16, 4)), "solver": "exact", **rest},
-    )
+    return plan(demand(total, arch), artefact(table), KEEPS, ((16, 8, 4), (16, 4)), **rest)
+
+
+def plan(cost, table, keeps, bits, **rest):
+    made = Joint(unit="head", table="damage", keeps=keeps, extend_lattice=False, **rest)
+    allocation = made.plan(Task(cost, bits, 0, None, lambda kind: table))
+    return allocation.layers, allocation.solution
 
 
 def brute(table, total, dim):
@@ -114,7 +117,7 @@ def test_one_head_that_looks_back_keeps_all_the_other_little():
 def test_what_was_not_measured_per_head_is_refused():
     arch = Arch(1, 2, 2, 16, 4096)
     whole = Artefact("damage", {}, {"table": torch.zeros(1, 6), "configs": encode(CONFIGS)})
-    with pytest.raises(UserError, match="measured for whole layers, the method routes heads"):
-        headed(demand(10**6, arch), whole, keeps=KEEPS, bits=((4,), (4,)), solver="exact")
-    with pytest.raises(UserError, match=r"none of method.keeps x method.bits"):
-        headed(demand(10**6, arch), artefact(np.zeros((1, 2, 6))), keeps=(0.3,), bits=((4,), (4,)), solver="exact")
+    with pytest.raises(UserError, match="measured for whole layers"):
+        plan(demand(10**6, arch), whole, KEEPS, ((4,), (4,)))
+    with pytest.raises(UserError, match=r"none of method\.allocator\.keeps x bits"):
+        plan(demand(10**6, arch), artefact(np.zeros((1, 2, 6))), (0.3,), ((4,), (4,)))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.allocation import head_tokens
+from moend.allocation.global_topk import head_tokens
 
 
 @pytest.mark.req(5)
