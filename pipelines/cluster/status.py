@@ -25,6 +25,7 @@ from pipelines.cli.terminal import budget, question, say
 from pipelines.cluster import slurm
 from pipelines.cluster.jobs import Job, Started, Submitted, last_line
 from pipelines.reporting.report import parse
+from pipelines.store import provenance
 from pipelines.store.cells import CellStore, CorruptRecords, RecordKey, Store, parse_records, record_key
 from pipelines.store.files import write_json
 
@@ -122,8 +123,8 @@ class _Look:
         def view(state: State, detail: str = "", **more: Any) -> CellView:
             return CellView(key, cell["info"], cell["payload"], state, detail, total=total, **more)
 
-        if folder.result() is not None:
-            return view("done", have=total)
+        if (result := folder.result()) is not None:
+            return view("done", "; ".join(provenance.marks(result)), have=total)
         try:
             have = _count(folder)
         except CorruptRecords as e:

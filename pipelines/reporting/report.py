@@ -173,7 +173,9 @@ def rescore(store: Store, manifest: dict[str, Any]) -> list[Rescored]:
         records = folder.records()
         scored = rescore.rescore(cell, records)
         # of the run that produced the records
-        kept = {k: before[k] for k in ("versions", "commit", "machine", "finished") if k in before}
+        kept = {
+            k: before[k] for k in ("versions", "commit", "machine", "finished", "source", "repeated") if k in before
+        }
         result = results.aggregate(cell, scored) | kept
         ran, now = result["scorer_version"], rescore.scorer_version(cell)
         changed = sum(new["score"] != old["score"] for new, old in zip(scored, records, strict=True))

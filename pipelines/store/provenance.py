@@ -60,6 +60,15 @@ def mixed(records: Iterable[dict[str, Any]]) -> list[str]:
     return [_line(name, counts) for name, counts in found.items() if len(counts) > 1]
 
 
+def marks(result: dict[str, Any]) -> list[str]:
+    """What a reader has to know of a result besides its numbers: mixed and repeated records, and a foreign origin."""
+    lines = [*result.get("mixed", []), *result.get("repeated", [])]
+    if (source := result.get("source")) is not None:
+        commit = source["commit"] or "an installed package"
+        lines.append(f"from {source['bundle']}, packed {source['created'][:10]} by {_commit(commit, False)}")
+    return lines
+
+
 def _line(name: str, counts: Counter[str]) -> str:
     ordered = sorted(counts.items(), key=lambda x: (-x[1], x[0]))
     return f"{name}: " + ", ".join(f"{value} ({n})" for value, n in ordered)

@@ -50,6 +50,14 @@ def test_records_that_agree_or_are_older_than_provenance_are_not_mixed() -> None
     assert provenance.mixed([made(versions={"torch": "1"}), made()]) == []
 
 
+def test_marks_of_a_result() -> None:
+    source = {"bundle": "a.zip", "sha256": "0", "commit": "c" * 40, "created": "2026-01-02T03:04:05+0000"}
+    lines = ["device: cpu (1), NVIDIA H200 (1)", "0-of-1.jsonl: 1 of 2 records were there already, left out"]
+    told = [*lines, "from a.zip, packed 2026-01-02 by cccccccccccc"]
+    assert provenance.marks({"mixed": lines[:1], "repeated": lines[1:], "source": source}) == told
+    assert provenance.marks({"mixed": []}) == provenance.marks({}) == []
+
+
 def test_untracked_files_make_a_checkout_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*args: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *args], cwd=tmp_path, check=True)
