@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moend.budget import Arch, Budget
+from moend.budget import Budget
 from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument, prefill
+from moend.cache.prefill import LEFT_ONLY
 from moend.calibration.artefact import Artefact
-from moend.engine import attention_scaling, rotations
+from moend.engine import rotations
 from moend.errors import UserError
+from moend.hf.probe import shape_of
 from moend.methods.bind import BoundMethod, Protocol, bind
 from moend.methods.spec import Method
 from moend.methods.spec import method as named
@@ -24,19 +26,6 @@ from moend.replay import OBSERVATIONS, Replay
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-def arch_of(config: Any) -> Arch:
-    """The shape of a model's cache, read from its own config."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return Arch(
-        layers=text.num_hidden_layers,
-        q_heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        max_positions=text.max_position_embeddings,
-    )
 
 
 @contextmanager
@@ -87,11 +76,12 @@ def compress(
     chosen = named(method) if isinstance(method, str) else method
     if store_dtype is None:
         store_dtype = model.dtype if model.dtype.itemsize == 2 else torch.bfloat16
+    shape = shape_of(model)
     bound = bind(
         chosen,
         Budget.parse(budget),
         protocol,
-        arch_of(model.config),
+        shape.arch,
         t_ref=t_ref if isinstance(t_ref := chosen.make_allocator().t_ref, int) else None,
         artefacts=_artefacts(calibration),
         store_dtype=store_dtype,
@@ -101,7 +91,7 @@ def compress(
         if kind not in ("sensitivity", "kl", "ripple", "damage") or plan is None:  # a given plan replaces these
             bound.artefact(kind)
     hook = _PromptHook(model, bound, max_new_tokens, seed, tokenizer, context, reconstruction)
-    with attention_of(model):
+    with attention_of(model), _whole_prompts(model):
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         try:
             yield
@@ -135,13 +125,16 @@ class _PromptHook:
             )
         if self.replays:
             self.replay.request  # noqa: B018 (refuses a tokenizer that does not know its words)
-        self.scaling, self.cache_name = attention_scaling(model), cache_argument(model)
+        self.shape, self.cache_name = shape_of(model), cache_argument(model)
+        self.scaling = [rule.scaling for rule in self.shape.rules]
 
     def __call__(self, module: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """None leaves the call as it is: a compressed cache is there already."""
         cache = kwargs.get(self.cache_name)
         cache = kwargs.get("past_key_values") if cache is None else cache
+        mask: Tensor | None = kwargs.get("attention_mask")
         if isinstance(cache, CompressedCache):
+            _next_turn(cache, kwargs.get("input_ids", args[0] if args else None), mask)
             return None
         if cache is not None and cache.get_seq_length() > 0:
             raise UserError("moend.compress needs the whole prompt: the model was given a cache that is already filled")
@@ -157,7 +150,9 @@ class _PromptHook:
             ids, args = args[0], args[1:]
         if ids is None:
             raise UserError("moend.compress needs input_ids (prompts given as inputs_embeds are not supported)")
-        compressed = self.compressed(ids, kwargs.get("attention_mask"))
+        if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
+            raise UserError(LEFT_ONLY)
+        compressed = self.compressed(ids, mask)
         seen = torch.tensor([[parts[0].seen] for parts in compressed.layers[0].parts], device=ids.device)
         kwargs.pop("past_key_values", None)
         kwargs.pop("cache_position", None)
@@ -168,7 +163,7 @@ class _PromptHook:
         """What the method keeps of prompts ids (B, T) but for their last tokens."""
         bound, length = self.bound, ids.shape[1] - 1
         if not length:
-            done = Prefilled.empty(bound.arch, ids, self.model.config)
+            done = Prefilled.empty(self.shape, ids, self.model.config)
         else:
             shorter = None if mask is None else mask[:, :length]
             observe = self.observes - self.replays
@@ -181,8 +176,16 @@ class _PromptHook:
         caches = []
         for row in range(ids.shape[0]):
             fitted, new = self.follow(done.tokens(row))
+            if not done.tokens(row) and bound.budget.kind == "ratio":
+                fitted = self.whole()  # a share of nothing holds nothing: a prompt of one token keeps it
             caches.append(fitted.fork(done, new, seed=self.seed, row=row, rotary=rotary, scaling=self.scaling))
         return CompressedCache.join(caches)
+
+    def whole(self) -> BoundMethod:
+        """The method that keeps all."""
+        bound = self.bound
+        everything, all_of_it = named("full"), Budget.parse("100%")
+        return bind(everything, all_of_it, bound.protocol, bound.arch, t_ref=None, store_dtype=bound.store_dtype)
 
     def follow(self, tokens: int) -> tuple[BoundMethod, int]:
         """The method fitted to a prompt of this length, and how many tokens may follow it."""
@@ -203,6 +206,41 @@ class _PromptHook:
         if not 0 <= start < stop:
             raise UserError(f"context=({start}, {stop}) must be a start and a later stop among the prompt's tokens")
         return self.replay.observe(done, self.replays, ids, (min(start, len(ids) - 1), min(stop, len(ids))))
+
+
+def _next_turn(cache: CompressedCache, ids: Tensor | None, mask: Tensor | None) -> None:
+    """UserError where several tokens follow a left-padded prompt: the model could not tell where they stand."""
+    if ids is None or ids.shape[1] == 1:
+        return
+    seen = {parts[0].seen for parts in cache.layers[0].parts}
+    if len(seen) > 1 or (mask is not None and mask.ndim == 2 and not bool(mask.all())):
+        raise UserError("a second turn after left padding is not supported: continue each sequence on its own")
+
+
+@contextmanager
+def _whole_prompts(model: Any) -> Iterator[None]:
+    """Refuse `generate(prefill_chunk_size=...)`, which would show each piece of a prompt as a prompt."""
+    own = getattr(model, "_prefill", None)
+    if own is None:
+        yield
+        return
+
+    def checked(input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if generation_config.prefill_chunk_size is not None:
+            raise UserError(
+                f"prefill_chunk_size={generation_config.prefill_chunk_size} would compress the prompt piece by piece: "
+                "leave it unset, the prompt is fed in pieces anyway"
+            )
+        return own(input_ids, generation_config, *args, **kwargs)
+
+    outer = vars(model).get("_prefill")  # of nested contexts
+    model._prefill = checked
+    try:
+        yield
+    finally:
+        del model._prefill
+        if outer is not None:
+            model._prefill = outer
 
 
 def _artefacts(given: Mapping[str, Artefact] | str | Path | None) -> dict[str, Artefact]:

@@ -21,8 +21,10 @@ from moend.benchmarks import Rendered
 from moend.budget import Arch, eq1_bytes
 from moend.cache import CompressedCache, LayerKV, Prefilled, attention_of, cache_argument, prefill
 from moend.errors import UserError
+from moend.hf.probe import shape_of
 from moend.hf.rope import Rotary, rotary
 from moend.hf.routers import find
+from moend.hf.shape import text_config
 from moend.methods.bind import BoundMethod
 from moend.models.load import LoadedModel
 from moend.replay import OBSERVATIONS, RECONSTRUCTING, ROUTING, Replay, diagnose, routing_flips
@@ -92,19 +94,13 @@ def stable_seed(*parts: Any) -> int:
 
 
 def attention_scaling(model: Any) -> list[float]:
-    """What each layer multiplies q . k with, read from its attention module."""
-    found = {
-        m.layer_idx: float(m.scaling) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")
-    }
-    layers = model.config.num_hidden_layers
-    if sorted(found) != list(range(layers)):
-        raise UserError(f"cannot read the attention scaling of all {layers} layers of {type(model).__name__}")
-    return [found[i] for i in range(layers)]
+    """What each layer multiplies q . k with, seen on the model itself."""
+    return [rule.scaling for rule in shape_of(model).rules]
 
 
 def rotations(model: Any) -> list[Rotary]:
     """Each layer's rotary frequencies, read after the prefill: dynamic scaling changes them with the length."""
-    return [rotary(model, layer) for layer in range(model.config.num_hidden_layers)]
+    return [rotary(model, layer) for layer in range(text_config(model.config).num_hidden_layers)]
 
 
 @dataclass

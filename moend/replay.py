@@ -19,15 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from moend.cache.compressed import CompressedCache
-from moend.cache.prefill import LayerCapture, Prefilled, cache_argument
+from moend.cache.prefill import LayerCapture, Prefilled
 from moend.cache.select import Selector
 from moend.errors import Infeasible, UserError
 from moend.hf.attention import AttentionRule, attention_of, causal
+from moend.hf.layers import CacheLayer
 from moend.hf.rope import depends_on_length
 from moend.hf.routers import Routed, Routing
+from moend.hf.shape import cache_argument, decoder_of
 from moend.scoring.base import Scorer
 from moend.scoring.kvzip import attention_received
 from moend.scoring.moezip import MoEZip, Propagation, strongest_attention
@@ -72,51 +74,35 @@ def request(tokenizer: Any, wording: str = "") -> Request:
     return Request(*ids)
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(CacheLayer):
     """One layer's first `length` prefilled entries, which are only read, and behind them those of the tokens fed."""
-
-    is_sliding = False
 
     def __init__(self, captured: LayerCapture, length: int):
         super().__init__()
-        self.captured, self.length, self.is_initialized = captured, length, True
+        self.captured, self.length = captured, length
         self.own: tuple[Tensor, Tensor] | None = None  # keys and values fed so far (1, H, i, d)
         self.see: See | None = None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take in q more tokens (1, H, q, d) and hand attention the way to this layer."""
+    def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in q more tokens (1, H, q, d)."""
         if self.own is not None:
-            key_states = torch.cat([self.own[0], key_states], dim=2)
-            value_states = torch.cat([self.own[1], value_states], dim=2)
-        self.own = (key_states, value_states)
-        marked = key_states.view_as(key_states)
-        marked.moend_layer = self  # type: ignore[attr-defined]
-        return marked, value_states
+            keys, values = torch.cat([self.own[0], keys], dim=2), torch.cat([self.own[1], values], dim=2)
+        self.own = keys, values
+        return keys, values
 
-    def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
+    def answer(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (1, H_q, q, d) of the newest q tokens -> (1, H_q, q, d)."""
-        scaling, window = rule.scaling, rule.window
         assert self.own is not None
         keys = torch.cat([self.captured.keys[:, :, : self.length], self.own[0]], dim=2)
         values = torch.cat([self.captured.values[:, :, : self.length], self.own[1]], dim=2)
         if self.see is not None:
-            self.see(query[0], keys[0], scaling, window)
-        return causal(query, keys, values, None, scaling, window)
+            rule.plain("an extra pass over the prompt")
+            self.see(query[0], keys[0], rule.scaling, rule.window)
+        return causal(query, keys, values, None, rule)
 
     def get_seq_length(self) -> int:
         """The next token's position."""
         return self.length + (0 if self.own is None else self.own[0].shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys a query may see, offset)."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
 
 
 def feed(model: Any, layers: list[_Layer], tokens: Sequence[int], piece: int) -> None:
@@ -125,7 +111,7 @@ def feed(model: Any, layers: list[_Layer], tokens: Sequence[int], piece: int) ->
     with attention_of(model), torch.no_grad():
         for start in range(0, len(tokens), piece):
             part = torch.tensor([list(tokens[start : start + piece])], device=device)
-            model.base_model(
+            decoder_of(model)(
                 input_ids=part,
                 position_ids=torch.arange(at + start, at + start + part.shape[1], device=device)[None],
                 use_cache=True,
@@ -319,7 +305,7 @@ def routing_flips(
     at = torch.arange(prefilled.length, prefilled.length + len(tokens), device=prefilled.positions.device)
     mine: list[Tensor] = []
     with attention_of(model), routing.recording(lambda by: mine.append(by.chosen)):
-        model.base_model(
+        decoder_of(model)(
             input_ids=torch.tensor([list(tokens)], device=at.device),
             position_ids=at[None],
             use_cache=True,

@@ -2,9 +2,10 @@
 
 from moend.cache.compressed import CompressedCache
 from moend.cache.layer_kv import LayerKV, Reindex, Schedule, ragged
-from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, cache_argument, compress, prefill
+from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, compress, prefill
 from moend.cache.select import Selector, select
 from moend.hf.attention import NAME, attention_of
+from moend.hf.shape import cache_argument
 
 __all__ = [
     "NAME",

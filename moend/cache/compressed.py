@@ -9,101 +9,89 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from moend.cache.decode.eviction import DecodingLayer
 from moend.cache.decode.layout import allocation
 from moend.cache.decode.ledger import Ints
 from moend.cache.layer_kv import LayerKV
 from moend.errors import UserError
-from moend.hf.attention import NAME, AttentionRule
+from moend.hf.attention import AttentionRule, causal, causal_and_accumulated
+from moend.hf.layers import CacheLayer, Running, Turn
 
 OBSERVATIONS = ("accumulated",)
 
 
-class CaptureLayer(CacheLayerMixin):
+class CaptureLayer(CacheLayer):
     """Keys and values of a prefill in the model's own precision; the last queries and observations if asked for.
 
-    observed: by name, what only the pass over the prompt shows, entries last. "accumulated attention" (B, H, T)
-    float32 is the attention
-    each entry received from all queries (`accumulated_attention`).
+    observed: by name, what only the pass over the prompt shows, entries last. "accumulated" (B, H, T) float32 is the
+    attention each entry received from all queries (`accumulated_attention`). rule: what the layer's attention asks.
     """
 
-    is_sliding = False
     keys: Tensor | None
     values: Tensor | None
 
-    def __init__(self, last_queries: int = 0, observe: Collection[str] = ()):
-        super().__init__()
+    def __init__(
+        self,
+        last_queries: int = 0,
+        observe: Collection[str] = (),
+        turn: Turn | None = None,
+        padding: Tensor | None = None,
+    ):
+        """padding (B, T): False at left padding of the whole prompt (None: no padding)."""
+        super().__init__(turn)
         if odd := set(observe) - set(OBSERVATIONS):
             raise ValueError(f"a prefill cannot observe {', '.join(sorted(odd))}: one of {', '.join(OBSERVATIONS)}")
-        self.last_queries, self.wanted = last_queries, frozenset(observe)
+        self.last_queries, self.wanted, self.padding = last_queries, frozenset(observe), padding
         self.queries: Tensor | None = None
         self.observed: dict[str, Tensor] = {}
+        self.rule: AttentionRule | None = None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate ahead."""
-        self.is_initialized = True
+    def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a chunk (B, H, q, d); returns everything so far."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append a chunk (B, H, q, d); returns everything so far, marked so that attention finds this layer."""
-        self.is_initialized = True
-        if self.keys is None or self.values is None:
-            self.keys, self.values = key_states, value_states
+    def answer(self, query: Tensor, rule: AttentionRule) -> Tensor:
+        """Causal attention over everything so far; observes on the way."""
+        assert self.keys is not None and self.values is not None
+        self.rule = rule
+        padding = None if self.padding is None else self.padding[:, : self.keys.shape[2]]
+        if "accumulated" in self.wanted:
+            out, accumulated = causal_and_accumulated(query, self.keys, self.values, padding, rule)
+            if (before := self.observed.get("accumulated")) is not None:
+                accumulated[..., : before.shape[2]] += before
+            self.observed["accumulated"] = accumulated
         else:
-            self.keys = torch.cat([self.keys, key_states], dim=2)
-            self.values = torch.cat([self.values, value_states], dim=2)
-        if self.last_queries or self.wanted:
-            marked = self.keys.view_as(self.keys)
-            marked.capture = self  # type: ignore[attr-defined]
-            return marked, self.values
-        return self.keys, self.values
-
-    def add_accumulated(self, accumulated: Tensor) -> None:
-        """What all entries so far (B, H, T) received from a chunk's queries."""
-        if (before := self.observed.get("accumulated")) is not None:
-            accumulated[..., : before.shape[2]] += before
-        self.observed["accumulated"] = accumulated
-
-    def keep_last(self, query: Tensor) -> None:
-        """The last of a chunk's queries (B, H_q, q, d)."""
+            out = causal(query, self.keys, self.values, padding, rule)
         if w := self.last_queries:
             new = query[:, :, -w:]
             if self.queries is not None and new.shape[2] < w:
                 new = torch.cat([self.queries[:, :, new.shape[2] - w :], new], dim=2)
             self.queries = new.clone()
+        return out
 
     def get_seq_length(self) -> int:
         """Tokens so far."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys a query may see, offset)."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
 
 Held = LayerKV | tuple[LayerKV, ...]
 
 
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(CacheLayer):
     """One layer of a `CompressedCache`: rows at rest until the first token comes, side by side from then on."""
 
-    is_sliding = False
-
-    def __init__(self, held: Sequence[Held] | DecodingLayer, config: Any):
-        super().__init__()
+    def __init__(self, held: Sequence[Held] | DecodingLayer, running: Running, turn: Turn | None = None):
+        super().__init__(turn)
         self._held: list[tuple[LayerKV, ...]] | DecodingLayer
         self._held = (
             held if isinstance(held, DecodingLayer) else [(x,) if isinstance(x, LayerKV) else tuple(x) for x in held]
         )
-        self.config, self.is_initialized = config, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Rows exist already."""
+        self.running = running
 
     @property
     def strands(self) -> DecodingLayer:
@@ -147,19 +135,13 @@ class CompressedLayer(CacheLayerMixin):
             return self._held.count(sequence)
         return [r.n for r in self._held[sequence] for _ in range(r.heads)]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Show attention the way to this layer, which takes in q new tokens (B, H, q, d) as it attends."""
-        if self.config._attn_implementation != NAME:
-            raise UserError(
-                f"a compressed cache needs attn_implementation='{NAME}', "
-                f"the model runs '{self.config._attn_implementation}'"
-            )
-        self._new = key_states, value_states
-        marked = key_states.view_as(key_states)
-        marked.moend_layer = self  # type: ignore[attr-defined]
-        return marked, value_states
+    def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Remember q new tokens (B, H, q, d), which are taken in as the layer attends."""
+        self.running.check()
+        self._new = keys, values
+        return keys, values
 
-    def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
+    def answer(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (B, H_q, q, d) of the newest q tokens -> (B, H_q, q, d)."""
         keys, values = self._new
         del self._new
@@ -171,20 +153,11 @@ class CompressedLayer(CacheLayerMixin):
             return self._held.longest
         return max(row.seen for x in self._held for row in x)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Sizes for the mask hook; visibility follows from positions."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def picked(self, rows: Iterable[int]) -> CompressedLayer:
+    def picked(self, rows: Iterable[int], turn: Turn | None = None) -> CompressedLayer:
         """An independent layer of these sequences, in this order, with repetition."""
         held = self._held
-        return CompressedLayer(
-            held.pick(list(rows)) if isinstance(held, DecodingLayer) else [held[i] for i in rows], self.config
-        )
+        rest = held.pick(list(rows)) if isinstance(held, DecodingLayer) else [held[i] for i in rows]
+        return CompressedLayer(rest, self.running, turn)
 
     def pick(self, rows: Iterable[int]) -> None:
         """Keep these sequences, in this order, with repetition: for beams and returned sequences."""
@@ -224,8 +197,8 @@ class CompressedCache(Cache):
         """layers: for each model layer, one LayerKV per sequence, or the rows of its heads where these differ in
         length.
         """
-        self.config = config
-        super().__init__(layers=[CompressedLayer(held, config) for held in layers])
+        self.config, turn, running = config, Turn(), Running(config)
+        super().__init__(layers=[CompressedLayer(held, running, turn) for held in layers])
 
     @property
     def rows(self) -> list[list[LayerKV]]:
@@ -254,8 +227,8 @@ class CompressedCache(Cache):
 
     def take(self, rows: Sequence[int]) -> CompressedCache:
         """An independent cache of these sequences; what is at rest is shared."""
-        twin = CompressedCache([], self.config)
-        twin.layers = [layer.picked(rows) for layer in self.layers]
+        twin, turn = CompressedCache([], self.config), Turn()
+        twin.layers = [layer.picked(rows, turn) for layer in self.layers]
         return twin
 
     def fork(self) -> CompressedCache:

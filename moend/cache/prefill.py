@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,22 +11,28 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from moend.budget import Arch, Storage
+from moend.budget import Storage
 from moend.cache.compressed import CaptureLayer, CompressedCache
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule, gather, ragged
 from moend.cache.select import Selector
 from moend.errors import UserError
-from moend.hf.attention import attention_of
+from moend.hf.attention import AttentionRule, attention_of
+from moend.hf.layers import Turn
+from moend.hf.probe import Shape
 from moend.hf.rope import depends_on_length
+from moend.hf.shape import cache_argument, decoder_of, text_config
+
+LEFT_ONLY = "only left padding is supported: the attention mask must be 0 ... 0 1 ... 1 in every row"
 
 
 @dataclass
 class LayerCapture:
-    """One layer of a prefill: keys, values (B, H, T, d) and the last queries (B, H_q, w, d) or None, all after RoPE."""
+    """One layer of a prefill, all after RoPE."""
 
-    keys: Tensor
-    values: Tensor
-    queries: Tensor | None
+    keys: Tensor  # (B, H, T, d)
+    values: Tensor  # (B, H, T, d)
+    queries: Tensor | None  # (B, H_q, w, d), the last ones; None: not asked for
+    rule: AttentionRule | None = None  # what the layer's attention asks; None where no model was run
 
 
 @dataclass
@@ -46,12 +51,13 @@ class Prefilled:
     _scores: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def empty(cls, arch: Arch, input_ids: Tensor, config: Any) -> Prefilled:
+    def empty(cls, shape: Shape, input_ids: Tensor, config: Any) -> Prefilled:
         """Nothing captured yet: what precedes prompts of one token, input_ids (B, 1)."""
+        arch = shape.arch
         batch, device = input_ids.shape[0], input_ids.device
         nothing = torch.zeros(batch, arch.kv_heads, 0, arch.head_dim, device=device)
         asked = torch.zeros(batch, arch.q_heads, 0, arch.head_dim, device=device)
-        layers = [LayerCapture(nothing, nothing, asked)] * arch.layers
+        layers = [LayerCapture(nothing, nothing, asked, rule) for rule in shape.rules]
         observed = {"accumulated": [nothing[..., 0]] * arch.layers}
         return cls(layers, torch.zeros(batch, 0, dtype=torch.long, device=device), None, config, observed)
 
@@ -59,6 +65,11 @@ class Prefilled:
     def length(self) -> int:
         """Columns T, padding included."""
         return self.positions.shape[1]
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of this layer sees at most, itself included; None: all."""
+        rule = self.layers[layer].rule
+        return None if rule is None else rule.reach
 
     def tokens(self, row: int = 0) -> int:
         """Real tokens of one sequence."""
@@ -93,20 +104,6 @@ class Prefilled:
         return self._scores[at]
 
 
-def cache_argument(model: Any) -> str:
-    """The name of the cache in this model's forward: `cache` in transformers 5.2x, `past_key_values` before."""
-    return "cache" if "cache" in inspect.signature(type(model.base_model).forward).parameters else "past_key_values"
-
-
-def sliding_window(config: Any, layer: int) -> int | None:
-    """How many positions a query of this layer sees, itself included; None: all."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[layer] != "sliding_attention":
-        return None
-    window: int | None = getattr(config, "sliding_window", None)
-    return window
-
-
 @torch.no_grad()
 def prefill(
     model: Any,
@@ -127,30 +124,33 @@ def prefill(
         raise ValueError("an empty prompt has no cache")
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
-        raise UserError("only left padding is supported: the attention mask must be 0 ... 0 1 ... 1 in every row")
+        raise UserError(LEFT_ONLY)
     if mask is None:
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
     else:
         positions = (mask.long().cumsum(-1) - 1).masked_fill(~mask, -1)
     if depends_on_length(model):
         chunk = length  # its rotary frequencies change with the length: chunks would be rotated differently
-    layers = [CaptureLayer(last_queries, observe) for _ in range(model.config.num_hidden_layers)]
+    turn = Turn()
+    count = text_config(model.config).num_hidden_layers
+    layers = [CaptureLayer(last_queries, observe, turn, mask) for _ in range(count)]
     cache = Cache(layers=layers)
     with attention_of(model):
         for start in range(0, length, chunk):
             stop = min(start + chunk, length)
-            model.base_model(
+            decoder_of(model)(
                 input_ids=input_ids[:, start:stop],
                 attention_mask=None if mask is None else mask[:, :stop],
                 position_ids=positions[:, start:stop].clamp(min=0),
                 use_cache=True,
                 **{cache_argument(model): cache},
             )
+            turn.ended()
     captured = []
     for layer in layers:
         if layer.keys is None or layer.values is None or layer.keys.shape != layer.values.shape:
             raise UserError(f"{type(model).__name__} does not cache keys and values per head: moend cannot compress it")
-        captured.append(LayerCapture(layer.keys, layer.values, layer.queries))
+        captured.append(LayerCapture(layer.keys, layer.values, layer.queries, layer.rule))
     observed = {name: [layer.observed[name] for layer in layers] for name in observe}
     return Prefilled(captured, positions, mask, model.config, observed)
 
@@ -188,7 +188,7 @@ def compress(
     for index, spec in enumerate(specs):
         keys, values, asked = prefilled.entries(index, row)
         n = keys.shape[1]
-        choose = replace(selector(index), window=sliding_window(prefilled.config, index))
+        choose = replace(selector(index), window=prefilled.window(index))
         if spec.heads is not None:
             scores = prefilled.scores(choose, score_key, row)
             at = torch.arange(n, device=keys.device)

@@ -27,13 +27,13 @@ from moend.budget import Storage
 from moend.cache import Prefilled, attention_of, prefill
 from moend.cache.compressed import OBSERVATIONS
 from moend.cache.layer_kv import LayerKV, gather
-from moend.cache.prefill import sliding_window
 from moend.cache.select import Selector
 from moend.calibration.kl import Stack
 from moend.calibration.sensitivity import Config, attention_blocks, encode, kept_tokens
 from moend.calibration.sweep import Base, Change, Sweep
 from moend.errors import UserError
 from moend.hf.rope import depends_on_length, rotary
+from moend.hf.shape import arch_of
 
 VERSION = 1
 TOKENS = 2048  # of windows under way at once
@@ -130,7 +130,7 @@ def damage_table(
     kept = [min(kept_tokens(c.keep, prefix), prefix) for c in configs]
     # what changes nothing is not run: its damage is exactly 0
     run = [i for i, c in enumerate(configs) if kept[i] < prefix or min(c.k_bits, c.v_bits) < 16]
-    units: list[slice | None] = [slice(h, h + 1) for h in range(model.config.num_key_value_heads)] if heads else [None]
+    units: list[slice | None] = [slice(h, h + 1) for h in range(arch_of(model.config).kv_heads)] if heads else [None]
     out = torch.zeros(len(examples), count, len(blocks), len(units), len(configs), dtype=torch.float64)
     with attention_of(model):
         stack = Stack(model)
@@ -154,7 +154,7 @@ def damage_table(
                         seed=n,
                         rotary=rotary(model, layer) if base.scorer.statistics else None,
                         statistics=None if statistics is None else {a: t[layer] for a, t in statistics.items()},
-                        window=sliding_window(model.config, layer),
+                        window=done.window(layer),
                     )
                     stored = [storage(kept[i], configs[i].k_bits, configs[i].v_bits) for i in run]
                     changes.append(

@@ -33,6 +33,7 @@ from moend.calibration.sensitivity import (
 )
 from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule
+from moend.hf.layers import marked
 from moend.hf.rope import Rotary, rotary
 from moend.scoring import Scorer
 
@@ -196,12 +197,11 @@ class _Compressed:
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """keys, values (rows, H, T, d): what `moend.hf.attention` is to call is attached to the keys."""
         self.entries = keys, values
-        handed = keys.view(keys.shape)
-        handed.moend_layer = self  # type: ignore[attr-defined]
-        return handed, values
+        return marked(self, keys, values)
 
     def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (rows, H_q, T, d) -> (rows, H_q, T, d)."""
+        rule.plain("a KL table")
         scaling, window = rule.scaling, rule.window
         assert self.entries is not None
         keys, values = self.entries

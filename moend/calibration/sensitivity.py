@@ -25,7 +25,7 @@ from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled, prefill
 from moend.calibration.artefact import Artefact
 from moend.errors import UserError, unknown
-from moend.hf.attention import accumulated_attention
+from moend.hf.attention import AttentionRule, accumulated_attention
 from moend.hf.rope import Rotary, rotary
 from moend.scoring import LayerView, Scorer
 
@@ -266,7 +266,7 @@ def _observed(scorer: Scorer, layer: LayerCapture, scaling: float) -> dict[str, 
     if "accumulated" not in scorer.observes:
         return {}
     assert layer.queries is not None
-    return {"accumulated": accumulated_attention(layer.queries, layer.keys, None, scaling, None)[0]}
+    return {"accumulated": accumulated_attention(layer.queries, layer.keys, None, AttentionRule(scaling))[0]}
 
 
 class _Grid:

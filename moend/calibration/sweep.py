@@ -16,6 +16,7 @@ from torch import Tensor
 from moend.calibration.kl import Stack
 from moend.calibration.sensitivity import attention_blocks
 from moend.hf.attention import AttentionRule
+from moend.hf.layers import marked
 from moend.scoring import Scorer
 
 
@@ -51,12 +52,11 @@ class _Prefix:
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """keys, values (rows, H, w, d) of the window; `moend.hf.attention` finds this object at the keys."""
         self.own = keys, values
-        handed = keys.view(keys.shape)
-        handed.moend_layer = self  # type: ignore[attr-defined]
-        return handed, values
+        return marked(self, keys, values)
 
     def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (rows, H_q, w, d) -> (rows, H_q, w, d). Rows with the same prefix are one product."""
+        rule.plain("a calibration that runs a window again")
         scaling, window = rule.scaling, rule.window
         assert self.own is not None
         rows, _, w, dim = query.shape

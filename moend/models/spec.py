@@ -125,30 +125,6 @@ def spec(name: str, **changes: Any) -> ModelSpec:
     return ModelSpec(**fields)
 
 
-def arch_of(config: Any) -> Arch:
-    """The cache's shape from a transformers config: KV heads and head size are read, never assumed."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"model type '{config.model_type}' is an encoder-decoder: only decoder models are supported")
-    config = config.get_text_config(decoder=True)
-    kind = config.model_type
-    if getattr(config, "kv_lora_rank", None):
-        raise UserError(f"model type '{kind}' has multi-head latent attention: keys and values are not cached per head")
-    values: dict[str, int] = {}
-    for field, name in (
-        ("layers", "num_hidden_layers"),
-        ("q_heads", "num_attention_heads"),
-        ("max_positions", "max_position_embeddings"),
-    ):
-        value = getattr(config, name, None)
-        if not isinstance(value, int):
-            raise UserError(f"model type '{kind}' has no usable {name} in its config (found {value!r})")
-        values[field] = value
-    heads = values["q_heads"]
-    values["kv_heads"] = getattr(config, "num_key_value_heads", None) or heads
-    values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Arch(**values)
-
-
 def compare(spec: ModelSpec, found: Arch) -> None:
     """Refuse an architecture that differs from the pinned one, field by field."""
     pinned = spec.arch or {}

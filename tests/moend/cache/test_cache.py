@@ -27,7 +27,7 @@ from moend.cache import (
 )
 from moend.cache.decode.eviction import DecodingLayer
 from moend.errors import UserError
-from moend.hf.attention import _fused, accumulated_attention, causal, causal_and_accumulated
+from moend.hf.attention import AttentionRule, _fused, accumulated_attention, causal, causal_and_accumulated
 from moend.scoring import LayerView
 from tests.tiny import ARCHITECTURES, tiny
 
@@ -229,17 +229,17 @@ def test_refuses_what_it_does_not_understand():
     query = torch.randn(1, 4, 3, 16)
     from moend.hf.attention import attention
 
-    with pytest.raises(UserError, match="softcap"):
-        attention(torch.nn.Linear(1, 1), query, query, query, None, softcap=30.0)
-    with pytest.raises(UserError, match="s_aux"):
-        attention(torch.nn.Linear(1, 1), query, query, query, None, s_aux=torch.zeros(4))
+    with pytest.raises(UserError, match="position_bias"):
+        attention(torch.nn.Linear(1, 1), query, query, query, None, position_bias=torch.zeros(4))
+    with pytest.raises(UserError, match="own attention mask"):
+        attention(torch.nn.Linear(1, 1), query, query, query, torch.zeros(1, 1, 3, 3))
 
 
 @pytest.mark.req(5)
 def test_wrong_attention_function_is_refused():
     model, ids = tiny(), torch.randint(3, 97, (1, 20))
     cache = fork(prefill(model, ids), [ALL] * 3)
-    with pytest.raises(UserError, match="attn_implementation"):
+    with torch.no_grad(), pytest.raises(UserError, match="attn_implementation"):
         model(input_ids=ids[:, :1], **{cache_argument(model): cache})
 
 
@@ -254,13 +254,13 @@ def test_causal_against_dense(padded, window, way, monkeypatch):
     padding = torch.ones(2, 700).bool()
     if padded:
         padding[0, :90] = False
-    ours = (_fused if way == "fused" else causal)(q, k, v, padding, 0.25, window)
+    ours = (_fused if way == "fused" else causal)(q, k, v, padding, AttentionRule(0.25, window))
     at, me = torch.arange(700), torch.arange(100, 700)[:, None]
     seen = (at <= me) & (me - at < (window or 10**6))
     mask = seen & padding[:, None, None, :] | (at == me)
     logits = (q @ k.repeat_interleave(2, 1).mT * 0.25).masked_fill(~mask, -torch.inf)
     assert (ours - logits.softmax(-1) @ v.repeat_interleave(2, 1)).abs().max() < 1e-5
-    half = causal(q.bfloat16(), k.bfloat16(), v.bfloat16(), padding, 0.25, window)
+    half = causal(q.bfloat16(), k.bfloat16(), v.bfloat16(), padding, AttentionRule(0.25, window))
     assert half.dtype == torch.bfloat16 and (half - ours).abs().max() < 0.05
 
 
@@ -299,15 +299,15 @@ def test_attention_mass_against_dense(monkeypatch, padded, window, block, thread
     if padded:
         valid[0, :47] = False
     whole = dense_mass(q, k, valid, 0.25, window or 10**6)
-    ours = accumulated_attention(q, k, valid if padded else None, 0.25, window)
+    ours = accumulated_attention(q, k, valid if padded else None, AttentionRule(0.25, window))
     assert ours.shape == (2, 2, 150)
     torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
     assert whole[1].sum().item() == pytest.approx(6 * 150, rel=1e-4)
     v = torch.randn(2, 2, 150, 16)
-    out, accumulated = causal_and_accumulated(q, k, v, valid if padded else None, 0.25, window)
+    out, accumulated = causal_and_accumulated(q, k, v, valid if padded else None, AttentionRule(0.25, window))
     assert torch.equal(accumulated, ours)
-    assert (out - causal(q, k, v, valid if padded else None, 0.25, window)).abs().max() < 1e-5
-    late = accumulated_attention(q[:, :, 130:], k, valid if padded else None, 0.25, window)
+    assert (out - causal(q, k, v, valid if padded else None, AttentionRule(0.25, window))).abs().max() < 1e-5
+    late = accumulated_attention(q[:, :, 130:], k, valid if padded else None, AttentionRule(0.25, window))
     early = dense_mass(q[:, :, :130], k[:, :, :130], valid[:, :130], 0.25, window or 10**6)
     late[..., :130] += early
     torch.testing.assert_close(late, whole, atol=1e-4, rtol=1e-4)
