@@ -60,6 +60,11 @@ class AttentionRule:
         bounds = [x for x in (self.window, self.chunk) if x is not None]
         return min(bounds) if bounds else None
 
+    @property
+    def bare(self) -> bool:
+        """Whether there is nothing but scaled products and a softmax over all that came before."""
+        return self.reach is None and self.softcap is None and self.sinks is None
+
     def oldest(self, position: int) -> int:
         """The first position that a query at `position` sees."""
         first = 0 if self.window is None else max(position - self.window + 1, 0)

@@ -21,7 +21,7 @@ def text_config(config: Any) -> Any:
 def decoder_of(model: Any) -> Any:
     """The module that turns ids into hidden states, without the projection onto the vocabulary."""
     base = model.base_model
-    return base if base is not model else model.get_decoder()
+    return base if base is not model else getattr(model, "model", model)
 
 
 def cache_argument(model: Any) -> str:

@@ -43,6 +43,7 @@ def attention(
     change: Callable[[Tensor, Tensor], None] | None = None,
     weights: bool = False,
     one_token: bool = True,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of scaled queries (S, R, d), R of every KV head, over all entries a layer holds: (S, R, d).
 
@@ -50,10 +51,11 @@ def attention(
     change: called with the float32 queries and the logits (S, R, columns) before what is hidden is masked. It alters
     the logits in place: a window, a causal mask among new tokens, other positions.
     weights: also return the probabilities (S, R, columns) in float32, 0 for whatever is unused or hidden.
+    sinks: logits (S, R, 1) float32 that take their share of each softmax and have no value.
     one_token: whether all queries are of one new token per sequence, which the fused kernel needs.
     """
     rows = query.shape[1]
-    fused = change is None and not weights and one_token
+    fused = change is None and not weights and one_token and sinks is None
     taken = path(query.device, rows, fused, query.requires_grad and torch.is_grad_enabled())
     if taken == "triton":
         return triton.decode(query, held), None
@@ -64,7 +66,10 @@ def attention(
         ops.score(flat, keys, logits)
     if change is not None:
         change(flat, logits)
-    probs = ops.softmax(logits, held, clear=weights)
+    if sinks is None:
+        probs = ops.softmax(logits, held, clear=weights)
+    else:
+        probs = torch_ops.softmax(logits, held, sinks=sinks)
     out = torch.zeros_like(flat)
     for values in (held.newest[1], *held.values):
         ops.mix(probs, values, out)

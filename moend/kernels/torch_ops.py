@@ -78,15 +78,21 @@ def _mix_codes(probs: Tensor, values: Entries, rows: slice, dtype: torch.dtype) 
     return products.transpose(1, 2).flatten(2)
 
 
-def softmax(logits: Tensor, held: Held, clear: bool = True) -> Tensor:
-    """softmax of logits (S, R, n) over the columns that are used and not hidden; the others get 0, asked or not."""
+def softmax(logits: Tensor, held: Held, clear: bool = True, sinks: Tensor | None = None) -> Tensor:
+    """softmax of logits (S, R, n) over the columns that are used and not hidden; the others get 0, asked or not.
+
+    sinks (S, R, 1): one more logit of each softmax, whose share is nobody's.
+    """
     used, n = held.used, logits.shape[2]
     if held.some_hidden[0]:
         logits[:, :, :used].masked_fill_(held.hidden[:, None, :used], -torch.inf)
     if held.some_hidden[1]:
         newest = held.hidden[:, None, used + held.gap : n + held.gap]
         logits[:, :, used:].masked_fill_(newest, -torch.inf)
-    return torch.softmax(logits, dim=-1)
+    probs = torch.softmax(logits, dim=-1)
+    if sinks is not None:
+        probs *= torch.sigmoid(torch.logsumexp(logits, dim=-1, keepdim=True) - sinks)
+    return probs
 
 
 def _pieces(entries: Entries) -> Iterator[slice]:

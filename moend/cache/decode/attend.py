@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moend import kernels
 from moend.cache.decode.layout import Layout, Part
+from moend.hf.attention import AttentionRule
 from moend.hf.rope import back
 
 LOGITS = 2**24  # logits computed at a time
@@ -17,8 +18,8 @@ def path(held: Layout) -> str:
     return kernels.path(held.k_tail.device, fused=held.accumulated is None and not held.reindexed)
 
 
-def attention(held: Layout, query: Tensor, window: int | None) -> Tensor:
-    """Scaled queries (S, G, p, d) of the newest p tokens over all that is held, themselves included."""
+def attention(held: Layout, query: Tensor, rule: AttentionRule) -> Tensor:
+    """Scaled queries (S, G, p, d) of the newest p tokens over all that is held, themselves included: (S, G, p, d)."""
     strands, group, p, dim = query.shape
     entries, out = held.entries(), []
     size = max(LOGITS // (strands * group * entries.columns), 1)
@@ -29,18 +30,27 @@ def attention(held: Layout, query: Tensor, window: int | None) -> Tensor:
         def change(flat: Tensor, logits: Tensor, start: int = start, q: int = q) -> None:
             for row in held.reindexed:
                 _bring_near(held, row, flat, logits)
-            if p > 1 or window is not None:
-                _hide(held, logits.view(strands, group, q, -1), start, p, window)
+            rule.cap(logits)
+            if p > 1 or rule.reach is not None:
+                _hide(held, logits.view(strands, group, q, -1), start, p, rule)
 
-        changes, summed = bool(held.reindexed) or p > 1 or window is not None, held.accumulated is not None
+        changes = bool(held.reindexed) or p > 1 or rule.reach is not None or rule.softcap is not None
+        summed = held.accumulated is not None
+        sinks = None if rule.sinks is None else _sinks(rule.sinks, strands, group, q)
         flat = part.reshape(strands, group * q, dim)
-        mixed, probs = kernels.attention(flat, entries, change if changes else None, summed, one_token=p == 1)
+        mixed, probs = kernels.attention(flat, entries, change if changes else None, summed, p == 1, sinks)
         if held.accumulated is not None and probs is not None:
             received = probs.sum(1)
             held.accumulated[:, : held.used] += received[:, : held.used]
             held.accumulated[:, held.slots + held.begin : held.slots + held.cursor] += received[:, held.used :]
         out.append(mixed.view(strands, group, q, dim))
     return torch.cat(out, dim=2) if len(out) > 1 else out[0]
+
+
+def _sinks(sinks: Tensor, strands: int, group: int, queries: int) -> Tensor:
+    """Sinks (H_q,) as rows of logits have them: (S, group * queries, 1) float32."""
+    mine = sinks.float().view(-1, group)  # of each KV head
+    return mine.repeat(strands // len(mine), 1).repeat_interleave(queries, dim=1)[..., None]
 
 
 def _bring_near(held: Layout, part: Part, query: Tensor, logits: Tensor) -> None:
@@ -57,14 +67,17 @@ def _bring_near(held: Layout, part: Part, query: Tensor, logits: Tensor) -> None
     logits[part.strands, :, :sinks] = torch.bmm(nearer, keys.mT)
 
 
-def _hide(held: Layout, logits: Tensor, start: int, p: int, window: int | None) -> None:
-    """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, and what left `window`."""
+def _hide(held: Layout, logits: Tensor, start: int, p: int, rule: AttentionRule) -> None:
+    """Mask what queries start, start + 1 ... of the newest p may not see: later tokens, what left window or chunk."""
     q, n = logits.shape[2:]
     me = torch.arange(start, start + q, device=logits.device)
     later = torch.arange(p, device=logits.device) > me[:, None]
     logits[..., n - p :].masked_fill_(later, -torch.inf)
-    if window is not None:
+    if rule.reach is not None:
         where, ahead = held.places()
         where = torch.cat([where[:, : held.used], where[:, held.slots + held.begin : held.slots + held.cursor]], dim=1)
         at = (ahead[:, None] + (held.clock - p) + me)[..., None]  # (S, q, 1): the queries' own positions
-        logits.masked_fill_((at - where[:, None] >= window)[:, None], -torch.inf)
+        if rule.window is not None:
+            logits.masked_fill_((at - where[:, None] >= rule.window)[:, None], -torch.inf)
+        if rule.chunk is not None:
+            logits.masked_fill_((where[:, None] < at - at % rule.chunk)[:, None], -torch.inf)

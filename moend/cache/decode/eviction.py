@@ -43,7 +43,7 @@ class DecodingLayer(Layout):
         grouped = (query * rule.scaling).reshape(self.sequences * self.heads, -1, *query.shape[2:])
         parts, done = [], 0
         for taken in self.feed(keys, values):
-            parts.append(attention(self, grouped[:, :, done : done + taken], rule.window))
+            parts.append(attention(self, grouped[:, :, done : done + taken], rule))
             if self.queries is not None:
                 wide = self.queries.shape[2]
                 new = query[:, :, max(done, done + taken - wide) : done + taken].to(self.queries.dtype)

@@ -44,10 +44,9 @@ class Lottery:
 
     def __call__(self, view: LayerView) -> torch.Tensor:
         generator = torch.Generator().manual_seed(view.layer)
-        heads = view.keys.shape[1] if self.per_head else 1
+        heads = view.keys.shape[0] if self.per_head else 1
         big = torch.rand(heads, 5000, generator=generator)
-        at = view.positions if view.positions.ndim == 3 else view.positions[:, None].expand(-1, heads, -1)
-        return big.expand(at.shape[0], -1, -1).gather(2, at[:, :heads])
+        return big.gather(1, view.at.expand(heads, -1))
 
 
 def lottery(layer: int, per_head: bool = True) -> Selector:
