@@ -17,7 +17,6 @@ from moend.errors import UserError
 from pipelines.cli import terminal
 from pipelines.cli.hydra import Point, run_hydra
 from pipelines.cli.terminal import say, size
-from pipelines.execution import calibrations
 from pipelines.execution import session as evaluate
 from pipelines.execution.runner import Runner
 from pipelines.planning import planner
@@ -71,10 +70,12 @@ def _by_reason(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def _agree(plan: Plan, console: Console) -> None:
     """Where a sensitivity and a KL table were both made: how well the one ranks what the other measures."""
+    from moend.calibration import readings
+
     found = {need.kind: plan.store.calibration(need.key) for need, _ in plan.calibrations.values()}
     if not {"sensitivity", "kl"} <= set(found):
         return
-    both = calibrations.agreement(found["sensitivity"], found["kl"])
+    both = readings.agreement(found["sensitivity"], found["kl"])
     table = Table("configuration", "Pearson over layers", "Spearman", title="sensitivity against KL", box=None)
     for name, r in both["per_config"].items():
         table.add_row(name, *("-" if r[k] is None else f"{r[k]:.2f}" for k in ("pearson", "spearman")))
@@ -85,6 +86,7 @@ def _agree(plan: Plan, console: Console) -> None:
 
 
 def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) -> None:
+    from moend.calibration import readings
     from pipelines.reporting.figures.ripple_profile import entries
 
     folders = {n.kind: plan.store.calibration(n.key) for n in cell.facts.calibrations}
@@ -97,9 +99,9 @@ def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) ->
         return
     show(cell, routed, console)
     if "ripple" in folders:
-        show_ripple(calibrations.ripple_profile(folders["ripple"]), entries(routed), console)
+        show_ripple(readings.ripple_profile(folders["ripple"]), entries(routed), console)
     if "damage" in folders:
-        show_damage(calibrations.damage(folders["damage"]), routed, console)
+        show_damage(readings.damage(folders["damage"]), routed, console)
     folder = plan.store.report(f"plan_{cell.facts.method}_{cell.config.budget}_{cell.key[:6]}")
     for path in write(cell, routed, folders, folder):
         say(console, str(path))
@@ -177,6 +179,7 @@ def _interval(r: dict[str, float | None]) -> str:
 
 def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Path) -> list[Path]:
     """plan.json, the artefacts, the routing map, and the sensitivity landscape where there is one."""
+    from moend.calibration import readings
     from pipelines.reporting.figures import damage_map, ripple_profile, routing_map, sensitivity
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,16 +192,16 @@ def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Pa
     if routing_map.draw([(title, plan)], folder / "routing_map.png"):
         made.append(folder / "routing_map.png")
     if "ripple" in folders:
-        p = calibrations.ripple_profile(folders["ripple"])
+        p = readings.ripple_profile(folders["ripple"])
         picture = folder / "ripple_profile.png"
         if ripple_profile.draw(p["response"], p["local"], p["damage"], ripple_profile.entries(plan), title, picture):
             made.append(picture)
     if "sensitivity" in folders:
-        values, operations = calibrations.single_operations(folders["sensitivity"])
+        values, operations = readings.single_operations(folders["sensitivity"])
         if sensitivity.draw(values, operations, f"sensitivity, {cell.facts.model}", folder / "sensitivity.png"):
             made.append(folder / "sensitivity.png")
     if "damage" in folders:
-        found = calibrations.damage(folders["damage"])
+        found = readings.damage(folders["damage"])
         names, heading = [c.name for c in found["configs"]], f"damage, {cell.facts.model}"
         if sensitivity.draw(found["table"], names, heading, folder / "damage.png", "KL at the output, nats (log)"):
             made.append(folder / "damage.png")

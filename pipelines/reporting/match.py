@@ -204,11 +204,11 @@ class _Finder:
 
     @functools.cache  # noqa: B019 - lives as long as one report
     def _singles(self, model: str) -> tuple[Any, list[str]] | None:
-        from pipelines.execution import calibrations
+        from moend.calibration import readings
 
         for row, folder in self.sweep.artefacts("sensitivity").values():
             if row.info["model"] == model:
-                return calibrations.single_operations(folder)
+                return readings.single_operations(folder)
         return None
 
     def _error(self, fact: Fact) -> Ours | None:
@@ -228,9 +228,9 @@ class _Finder:
 
     @functools.cache  # noqa: B019
     def _profiles(self) -> list[tuple[Row, dict[str, Any]]]:
-        from pipelines.execution import calibrations
+        from moend.calibration import readings
 
-        return [(row, calibrations.ripple_profile(f)) for row, f in self.sweep.artefacts("ripple").values()]
+        return [(row, readings.ripple_profile(f)) for row, f in self.sweep.artefacts("ripple").values()]
 
     def _ranks(self, fact: Fact) -> Ours | None:
         name = {"layer index": "depth", "output response": "output"}[fact.fields["signal"]]
@@ -250,14 +250,14 @@ class _Finder:
 
     @functools.cache  # noqa: B019
     def _agreement(self, model: str) -> dict[str, Any] | None:
-        from pipelines.execution import calibrations
+        from moend.calibration import readings
 
         folders: dict[str, Any] = {}
         for kind in ("sensitivity", "kl"):
             for row, folder in self.sweep.artefacts(kind).values():
                 if row.info["model"] == model:
                     folders.setdefault(kind, folder)
-        return calibrations.agreement(folders["sensitivity"], folders["kl"]) if len(folders) == 2 else None
+        return readings.agreement(folders["sensitivity"], folders["kl"]) if len(folders) == 2 else None
 
     def _proxy(self, fact: Fact) -> Ours | None:
         found = self._agreement(fact.fields["model"])

@@ -6,9 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,17 +17,17 @@ from pipelines.cli.terminal import console, fit, say
 from pipelines.planning.identity import key
 from pipelines.reporting import tables
 from pipelines.reporting.tables import DELTA_TITLES, TITLES, ablations, notes
-from pipelines.results import aggregate as results
 from pipelines.results.deltas import Delta
+from pipelines.results.rescore import rescore_sweep
 from pipelines.results.sweep import GONE, Row, Sweep, compared, rows
 from pipelines.store import provenance
 from pipelines.store.cells import CorruptRecords, Store
-from pipelines.store.files import write_atomic, write_json
+from pipelines.store.files import write_atomic
 
 # What a narrow terminal leaves out, first to last: table.csv and the page have all of it.
 SPARE = ("tokens/s", "eq. 1", "full", "peak", "answer NLL", "compression", "question")
 
-__all__ = ["Row", "compared", "main", "notes", "parse", "rescore", "rows", "show", "show_deltas", "write"]
+__all__ = ["Row", "compared", "main", "notes", "parse", "rows", "show", "show_deltas", "write"]
 
 USAGE = """A sweep as one page with tables and figures, from its files alone.
 
@@ -140,57 +138,6 @@ def _fingerprint(sweep: Sweep) -> str:
     return key([sweep.name, provenance.commit(), provenance.versions(), cells])
 
 
-@dataclass(frozen=True)
-class Rescored:
-    """What scoring a cell's records again has changed: records of another score, and the cell's score."""
-
-    label: str
-    records: int
-    changed: int
-    before: dict[str, Any]
-    after: dict[str, Any]
-
-    def __str__(self) -> str:
-        was, now = self.before.get("scorer_version"), self.after["scorer_version"]
-        version = f"scorer version {was}" + (f" -> {now}" if was != now else "")
-        score = f"{self.before['score']:.3f} -> {self.after['score']:.3f}"
-        return f"{self.label}: {self.changed} of {self.records} records changed, score {score}, {version}"
-
-
-def rescore(store: Store, manifest: dict[str, Any]) -> list[Rescored]:
-    """Compute scores again from the records of complete cells, and rewrite the results that are others now.
-
-    A rewritten result names under `rescored` the scorer version of the run and the one that counts now, when, and how
-    many records changed. Incomplete cells stay as they are.
-    """
-    from pipelines.results import rescore
-
-    found = []
-    for cell in manifest["cells"]:
-        folder = store.cell(cell["key"])
-        if (before := folder.result()) is None:
-            continue
-        records = folder.records()
-        scored = rescore.rescore(cell, records)
-        # of the run that produced the records
-        kept = {
-            k: before[k] for k in ("versions", "commit", "machine", "finished", "source", "repeated") if k in before
-        }
-        result = results.aggregate(cell, scored) | kept
-        ran, now = result["scorer_version"], rescore.scorer_version(cell)
-        changed = sum(new["score"] != old["score"] for new, old in zip(scored, records, strict=True))
-        if scored != records or now != ran:
-            mark = {"from": ran, "to": now, "changed": changed}
-            last = before.get("rescored") or {}
-            same = {k: last.get(k) for k in mark} == mark
-            when = last["when"] if same else time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            result |= {"scorer_version": now, "rescored": {**mark, "when": when}}
-        if result != before:
-            write_json(folder.folder / "result.json", result)
-            found.append(Rescored(cell["info"]["label"], len(records), changed, before, result))
-    return found
-
-
 def parse(argv: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
     """key=value arguments of the small programs; an unknown key is a UserError with the nearest."""
     values = dict(defaults)
@@ -219,7 +166,7 @@ def _main(args: list[str]) -> int:
         store, to = Store(Path(values["paths.store"]).expanduser().absolute()), console()
         manifest = store.read_manifest(values["sweep"])
         if values["rescore"] == "true":
-            again = rescore(store, manifest)
+            again = rescore_sweep(store, manifest)
             say(to, f"scores computed again from the records: {len(again)} of {len(manifest['cells'])} results changed")
             for cell in again:
                 say(to, f"  {cell}")

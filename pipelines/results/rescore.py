@@ -6,10 +6,15 @@ import contextlib
 import functools
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moend.errors import Blocked, UserError
+from pipelines.results.aggregate import aggregate
+from pipelines.store.cells import Store
+from pipelines.store.files import write_json
 
 if TYPE_CHECKING:
     from moend.benchmarks import Benchmark, Sample
@@ -100,3 +105,52 @@ def _recorded(record: dict[str, Any], label: str) -> Sample:
             f"the record {record['task']} {record['id']} of {label} has no {e}: it was written before records held all"
             " that scoring needs; run the cell again"
         ) from None
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """What scoring a cell's records again has changed: records of another score, and the cell's score."""
+
+    label: str
+    records: int
+    changed: int
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    def __str__(self) -> str:
+        was, now = self.before.get("scorer_version"), self.after["scorer_version"]
+        version = f"scorer version {was}" + (f" -> {now}" if was != now else "")
+        score = f"{self.before['score']:.3f} -> {self.after['score']:.3f}"
+        return f"{self.label}: {self.changed} of {self.records} records changed, score {score}, {version}"
+
+
+def rescore_sweep(store: Store, manifest: dict[str, Any]) -> list[Rescored]:
+    """Compute scores again from the records of complete cells, and rewrite the results that are others now.
+
+    A rewritten result names under `rescored` the scorer version of the run and the one that counts now, when, and how
+    many records changed. Incomplete cells stay as they are.
+    """
+    found = []
+    for cell in manifest["cells"]:
+        folder = store.cell(cell["key"])
+        if (before := folder.result()) is None:
+            continue
+        records = folder.records()
+        scored = rescore(cell, records)
+        # of the run that produced the records
+        kept = {
+            k: before[k] for k in ("versions", "commit", "machine", "finished", "source", "repeated") if k in before
+        }
+        result = aggregate(cell, scored) | kept
+        ran, now = result["scorer_version"], scorer_version(cell)
+        changed = sum(new["score"] != old["score"] for new, old in zip(scored, records, strict=True))
+        if scored != records or now != ran:
+            mark = {"from": ran, "to": now, "changed": changed}
+            last = before.get("rescored") or {}
+            same = {k: last.get(k) for k in mark} == mark
+            when = last["when"] if same else time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            result |= {"scorer_version": now, "rescored": {**mark, "when": when}}
+        if result != before:
+            write_json(folder.folder / "result.json", result)
+            found.append(Rescored(cell["info"]["label"], len(records), changed, before, result))
+    return found

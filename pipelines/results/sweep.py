@@ -84,9 +84,9 @@ def _quantised(result: dict[str, Any]) -> bool:
 
 def _broken_quantiser(store: Store, key: str | None) -> str | None:
     """Why what a quantiser stored gets no place in a table, by its agreement artefact; older cells have none."""
-    from pipelines.execution import calibrations
+    from moend.calibration import readings
 
-    return None if key is None else calibrations.broken_quantiser(store.calibration(key))
+    return None if key is None else readings.broken_quantiser(store.calibration(key))
 
 
 _OF_METHOD = ("method.", "calibrations.")

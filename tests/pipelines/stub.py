@@ -125,13 +125,13 @@ def sensitivity(folder: Path) -> dict[str, Any]:
 
 def install(monkeypatch: Any, **attributes: Any) -> Library:
     """Make the launcher use one stub library, and return it."""
-    from pipelines.execution import calibrations
+    from moend.calibration import readings
     from pipelines.execution import session as evaluate
 
     library = Library()
     for name, value in attributes.items():
         setattr(library, name, value)
     monkeypatch.setattr(evaluate, "Library", lambda: library)
-    monkeypatch.setattr(calibrations, "single_operations", single_operations)
-    monkeypatch.setattr(calibrations, "sensitivity", sensitivity)
+    monkeypatch.setattr(readings, "single_operations", single_operations)
+    monkeypatch.setattr(readings, "sensitivity", sensitivity)
     return library

@@ -32,13 +32,13 @@ SWEEP = ("method=full,1d,2d,2d_hetero", "budget=10%,25%", "-m")
 STUB_MAIN = """
 import sys
 from pipelines import run
-from pipelines.execution import calibrations
+from moend.calibration import readings
 from pipelines.execution import session as evaluate
 from pipelines.reporting import figures
 from tests.pipelines import stub
 figures.pictures = lambda sweep: []  # drawing is slow, and nobody looks at them
-evaluate.Library, calibrations.single_operations = stub.Library, stub.single_operations
-calibrations.sensitivity = stub.sensitivity
+evaluate.Library, readings.single_operations = stub.Library, stub.single_operations
+readings.sensitivity = stub.sensitivity
 sys.exit(run.main())
 """
 

@@ -22,7 +22,7 @@ RESAMPLES = 1000
 
 def pictures(sweep: Sweep) -> Iterator[Picture]:
     """Each profile, with the budgets of the cell whose layers differ most: small ones may leave nothing to divide."""
-    from pipelines.execution import calibrations
+    from moend.calibration import readings
 
     for key, (_, folder) in sweep.artefacts("ripple").items():
         users = [r for r in sweep.done if r.payload["calibrations"].get("ripple") == key]
@@ -30,7 +30,7 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
         if not shared:
             continue
         row, tokens = max(shared, key=lambda pair: max(pair[1]) - min(pair[1]))
-        p, title = calibrations.ripple_profile(folder), f"{row.info['method']} at {row.columns[3]}, {row.info['model']}"
+        p, title = readings.ripple_profile(folder), f"{row.info['method']} at {row.columns[3]}, {row.info['model']}"
         yield Picture(
             safe("ripple_profile", row.info["model"], key[:6]),
             f"RippleKV's profile and budgets: {row.info['model']}",

@@ -21,10 +21,10 @@ Values = npt.NDArray[np.float64]
 
 def pictures(sweep: Sweep) -> Iterator[Picture]:
     """Every sensitivity artefact in four panels, every damage table as a heatmap."""
-    from pipelines.execution import calibrations
+    from moend.calibration import readings
 
     for key, (row, folder) in sweep.artefacts("sensitivity").items():
-        found, model = calibrations.sensitivity(folder), row.info["model"]
+        found, model = readings.sensitivity(folder), row.info["model"]
         yield Picture(
             safe("sensitivity", model, key[:6]),
             f"Sensitivity landscape: {model}",
@@ -35,7 +35,7 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
             partial(landscape, found["singles"], found["operations"], equal=found["pair"], title=model),
         )
     for key, (row, folder) in sweep.artefacts("damage").items():
-        table, model = calibrations.damage(folder), row.info["model"]
+        table, model = readings.damage(folder), row.info["model"]
         names = [c.name for c in table["configs"]]
         yield Picture(
             safe("damage", model, key[:6]),
