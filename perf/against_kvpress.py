@@ -246,7 +246,7 @@ class Ours:
     def job(self, pair: Pair, keep: float, tokens: int) -> Any:
         """A cell that keeps as many of `tokens` entries as kvpress does."""
         from moend.budget import Budget
-        from moend.engine import Job
+        from moend.decoding import Job
         from moend.methods.bind import bind
         from moend.plan import LayerPlan, RoutingPlan
 

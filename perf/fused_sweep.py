@@ -57,6 +57,7 @@ class Clock:
     def watching(self) -> Iterator[None]:
         """Everything an engine does is counted while this is open."""
         from moend.cache.prefill import Prefilled
+        from moend.decoding import Decoder
         from moend.engine import Engine
         from moend.methods.bind import BoundMethod
 
@@ -65,8 +66,8 @@ class Clock:
             (Prefilled, "scores", "score"),
             (BoundMethod, "plan", "plan"),
             (BoundMethod, "fork", "select and pack"),
-            (Engine, "_judge", "judge"),
-            (Engine, "_decode", "decode"),
+            (Decoder, "_judge", "judge"),
+            (Decoder, "answer", "decode"),
         )
         with ExitStack() as stack:
             for owner, name, phase in watched:
@@ -117,7 +118,7 @@ class Bench:
     def jobs(self) -> list[Any]:
         """The cells, bound anew so that neither side finds the other's plans."""
         from moend.budget import Budget
-        from moend.engine import Job
+        from moend.decoding import Job
         from moend.methods.bind import bind
         from moend.methods.spec import method
 

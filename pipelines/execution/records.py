@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from moend.benchmarks import Benchmark, Rendered, Sample
-    from moend.engine import Outcome
+    from moend.decoding import Outcome
     from moend.methods.bind import BoundMethod
 
 KEPT_BINS = 128

@@ -91,7 +91,8 @@ class Library(Planner):
 
 class _Session:
     def __init__(self, library: Library, loaded: LoadedModel, bench: Benchmark, config: RunConfig):
-        from moend.engine import Engine, Generation
+        from moend.decoding import Generation
+        from moend.engine import Engine
 
         g = config.generation
         self.library, self.loaded, self.bench, self.config = library, loaded, bench, config
@@ -117,7 +118,7 @@ class _Session:
         return dataclasses.asdict(bound.plan(length, new))
 
     def run(self, jobs: list[tuple[str, int]], task: str, id: str) -> list[dict[str, Any]]:
-        from moend.engine import Job
+        from moend.decoding import Job
 
         sample = self.samples[task, id]
         rendered = self.bench.render(

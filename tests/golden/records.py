@@ -31,11 +31,13 @@ import yaml
 from safetensors.torch import load_file
 
 # The library: its names stand in these imports and down to "The cases", and nowhere else.
+from moend import decoding
 from moend import engine as engine_module
 from moend.benchmarks.base import Rendered, Sample
 from moend.budget import Budget
 from moend.calibration.artefact import Artefact
-from moend.engine import Engine, Job
+from moend.decoding import Job
+from moend.engine import Engine
 from moend.methods.bind import bind, reference_length
 from moend.methods.spec import from_fields, with_part
 from moend.models import load as models
@@ -79,9 +81,9 @@ def bound(loaded: Any, case: Case, prompt: Prompt, tensors: Mapping[str, Any]) -
 
 def run(loaded: Any, prompt: Prompt, bounds: Sequence[Any], visible: bool) -> list[dict[str, Any]]:
     """Run fitted methods on one prompt from one prefill, greedily and past the end of the answer; return records."""
-    engine, ends, finish = Engine(loaded), {}, engine_module._finish
+    engine, ends, finish = Engine(loaded), {}, decoding.finish
     if prompt.past_eos:
-        engine.eos = frozenset()
+        engine.decoder.eos = frozenset()
 
     def finished(batch: Sequence[Any], cache: Any, slots: Sequence[int]) -> None:
         """Note what a sequence holds at its end, before the engine lets it go."""
@@ -91,7 +93,7 @@ def run(loaded: Any, prompt: Prompt, bounds: Sequence[Any], visible: bool) -> li
             ]
         finish(batch, cache, slots)
 
-    with mock.patch.object(engine_module, "_finish", finished):
+    with mock.patch.object(decoding, "finish", finished):
         outs = engine.run(example(prompt), [Job(b) for b in bounds], question_visible=visible, seed=0, positions=True)
     return [
         record(

@@ -12,7 +12,8 @@ import moend
 from moend.benchmarks import benchmark
 from moend.budget import Arch, Budget
 from moend.calibration.artefact import Artefact
-from moend.engine import Engine, Generation, Job, stable_seed
+from moend.decoding import Generation, Job
+from moend.engine import Engine, stable_seed
 from moend.errors import Blocked, UserError
 from moend.methods.bind import bind
 from moend.methods.spec import method, method_names

@@ -20,7 +20,8 @@ from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice, measure
 from moend.calibration.trig import TrigStatistics
-from moend.engine import Engine, Generation, Job, Outcome, stable_seed
+from moend.decoding import Decoder, Generation, Job, Outcome
+from moend.engine import Engine, stable_seed
 from moend.errors import UserError
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import method, method_names
@@ -266,7 +267,7 @@ def test_given_text_is_scored_across_evictions(loaded, artefacts):
 def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples, monkeypatch):
     """`max_bytes` bounds memory: cells are forked batch by batch, one ahead, and finished batches are let go."""
     alive, most = weakref.WeakSet(), []
-    make, decode = LayerKV.__init__, Engine._decode
+    make, decode = LayerKV.__init__, Decoder.answer
 
     def made(self, *args, **kwargs):
         make(self, *args, **kwargs)
@@ -278,7 +279,7 @@ def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples,
         return decode(self, *args)
 
     monkeypatch.setattr(LayerKV, "__init__", made)
-    monkeypatch.setattr(Engine, "_decode", decoded)
+    monkeypatch.setattr(Decoder, "answer", decoded)
     jobs = [Job(cell(loaded, artefacts, "Random", f"{b}%")) for b in (10, 20, 30, 40, 50)]
     Engine(loaded, fuse=False).run(examples[0], jobs)
     assert len(most) == 5
@@ -391,3 +392,34 @@ def test_positions_are_those_of_the_entries_that_are_held(loaded, artefacts, exa
         assert heads[0].tolist() == [0, 1, 2, 3, *range(tokens - len(heads[0]) + 4, tokens)]
     assert len({len(p) for heads in outs["KVZip"].positions for p in heads}) > 1  # heads of unequal length
     assert not Engine(loaded).run(examples[0], jobs[:1])[0].positions
+
+
+@pytest.mark.parametrize("visible", [False, True])
+def test_questions_on_one_context_are_answered_as_if_alone(loaded, artefacts, examples, visible, monkeypatch):
+    """One prefill and one compression serve all questions; each is answered bit for bit as on a fork of its own."""
+    base = examples[0]
+    cut = len(base.ids) - 1 if visible else base.context_tokens
+    head = base.ids[:cut]
+    tails = [base.ids[cut:]] + [(*base.ids[cut:], *base.ids[40 * i : 40 * i + 3], *base.ids[-4:]) for i in (1, 2)]
+    prompts = [
+        dataclasses.replace(
+            base,
+            ids=(*head, *tail),
+            max_new_tokens=12 - len(tail) + len(tails[0]),  # all feed the same number of tokens at most
+            sample=dataclasses.replace(base.sample, id=f"q{i}", meta={"context_id": "c"}),
+        )
+        for i, tail in enumerate(tails)
+    ]
+    jobs = [Job(cell(loaded, artefacts, n, "25%")) for n in ("full", "SnapKV", "Random", "H2O", "2d_hetero", "MiniKV")]
+    engine, prefills = Engine(loaded), []
+    run = engine._prefill
+    monkeypatch.setattr(engine, "_prefill", lambda *args: prefills.append(1) or run(*args))
+    together = engine.run_questions(prompts, jobs, question_visible=visible)
+    assert len(prefills) == 1
+    for prompt, outs in zip(prompts, together, strict=True):
+        twin = dataclasses.replace(prompt, context_tokens=cut)  # the same fork, and no other question
+        alone = engine.run(twin, jobs, question_visible=False)
+        assert all(same(a, b) and a.answer_nll == b.answer_nll for a, b in zip(alone, outs, strict=True))
+    other = dataclasses.replace(prompts[1], ids=(*reversed(head), *tails[1]))
+    with pytest.raises(UserError, match=f"does not begin with the {cut} tokens"):
+        engine.run_questions([prompts[0], other], jobs, question_visible=visible)

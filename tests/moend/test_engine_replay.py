@@ -11,7 +11,8 @@ from moend import engine as engine_module
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered
 from moend.budget import Budget
-from moend.engine import Engine, Job
+from moend.decoding import Job
+from moend.engine import Engine
 from moend.errors import UserError
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import method

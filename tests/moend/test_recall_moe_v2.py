@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,15 @@ import torch
 
 from moend.benchmarks import benchmark
 from moend.budget import Budget
-from moend.engine import Engine, Job
+from moend.decoding import Job
+from moend.engine import Engine
 from moend.hf.routers import Routing
 from moend.methods.bind import bind
 from moend.methods.spec import method
 from moend.models import load as models
+from moend.models.spec import PACKAGE
 
-FOLDER = Path(models.PACKAGE) / "fixtures" / "recall_moe_v2"
+FOLDER = PACKAGE / "fixtures" / "recall_moe_v2"
 
 
 @pytest.fixture(scope="module")

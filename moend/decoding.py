@@ -1,0 +1,241 @@
+"""Decoding: the answers of many cells to one prompt, as one batch whose rows leave when they end."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moend.benchmarks import Rendered
+from moend.cache import CompressedCache, cache_argument
+from moend.methods.bind import BoundMethod
+from moend.models.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How answers are generated: greedily at temperature 0, else by seeded nucleus sampling."""
+
+    max_new_tokens: int | None = None  # None: the benchmark's own limit
+    temperature: float = 0.0
+    top_p: float = 1.0  # sampling draws from the smallest set of tokens with this much probability
+    samples: int = 1  # draws per example
+
+    def generator(self, seed: int) -> torch.Generator | None:
+        """The random numbers of one draw; None: greedy decoding needs none."""
+        return torch.Generator().manual_seed(seed) if self.temperature > 0 else None
+
+
+GREEDY = Generation()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One cell's draw on an example."""
+
+    method: BoundMethod
+    draw: int = 0  # number of the draw: part of its seed
+
+
+@dataclass
+class Outcome:
+    """What one cell did with one example. Bytes are those of the entries held, padding and spare room left out."""
+
+    token_ids: list[int] = field(default_factory=list)  # generated, the end token included
+    text: str = ""  # the same as text, cut at a stop string
+    finish_reason: str = "length"  # eos, stop or length
+    prompt_tokens: int = 0
+    compressed_tokens: int = 0  # the first so many of them were compressed
+    new_tokens: int = 0
+    compressed: bool = False  # whether anything was dropped or quantised
+    resident_bytes: int = 0  # after the prompt was compressed
+    resident_bytes_end: int = 0
+    resident_bytes_peak: int = 0
+    resident_bytes_mean: float = 0.0  # over the tokens fed after compression
+    eq1_bytes: int = 0  # by MoE-nD eq. 1, after the prompt
+    full_bytes: int = 0  # of the uncompressed cache of the same tokens
+    entries: list[int] = field(default_factory=list)  # per layer, mean over KV heads
+    effective_keep: list[float] = field(default_factory=list)  # entries over compressed_tokens
+    k_bits: list[int] = field(default_factory=list)  # per layer, the most of any head
+    v_bits: list[int] = field(default_factory=list)
+    diagnostics: dict[str, Any] = field(default_factory=dict)  # what a scorer tells of itself
+    answer_nll: float | None = None  # mean negative log-likelihood of the gold tokens, teacher-forced
+    token_accuracy: float | None = None  # share of the gold tokens that greedy decoding would hit
+    fused_rows: int = 1  # rows that decoded together
+    prefill_seconds: float = 0.0  # of the prefill that all cells share
+    select_seconds: float = 0.0
+    decode_seconds: float = 0.0  # this row's share of its batch
+    peak_bytes: int = 0  # allocated for caches at the most, by the prefill and all rows
+    positions: list[list[Tensor]] = field(default_factory=list)  # where asked for: kept positions by layer and KV head
+
+
+@dataclass
+class Row:
+    """One cell's draw while it decodes."""
+
+    job: Job
+    out: Outcome
+    cache: CompressedCache | None  # what its method kept of the prompt, until the row joins a batch
+    generator: torch.Generator | None  # None: greedy
+
+
+def finish(batch: Sequence[Row], cache: CompressedCache, slots: Sequence[int]) -> None:
+    """Record what sequences of `cache` hold at the end, and whether they evicted on the way."""
+    held, mean, seen = cache.held, cache.mean_bytes, cache.get_seq_length()
+    for s, slot in zip(batch, slots, strict=True):
+        s.out.resident_bytes_end, s.out.resident_bytes_mean = int(held[slot]), float(mean[slot])
+        s.out.compressed |= any(min(c) < seen for c in cache.counts(slot))
+
+
+class Decoder:
+    """Feeds a batch of compressed caches: the rest of the prompt, the gold text, then what the model answers.
+
+    chunk: tokens per forward pass, those of all rows together. eos: ids that end an answer.
+    """
+
+    def __init__(self, loaded: LoadedModel, chunk: int):
+        self.model, self.tokenizer, self.device, self.chunk = loaded.model, loaded.tokenizer, loaded.device, chunk
+        self.eos = _eos_ids(loaded)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
+
+    def answer(
+        self,
+        batch: list[Row],
+        rendered: Rendered,
+        cut: int,
+        limit: int,
+        generation: Generation,
+    ) -> int:
+        """Feed what follows the first `cut` tokens of the prompt, score the gold text, generate up to `limit` tokens.
+
+        Returns the most bytes allocated for caches.
+        """
+        begin = time.perf_counter()
+        rest, gold = list(rendered.ids[cut:]), list(rendered.gold_ids)
+        cache = CompressedCache.join([s.cache for s in batch if s.cache is not None])
+        for s in batch:
+            s.cache = None
+        for _, part in self._feed(cache, rest, batch, last=True):
+            logits = part[:, -1]
+        most = cache.allocated_bytes()
+        if gold:
+            judged = cache.fork() if limit else cache
+            self._judge(judged, batch, logits, gold, count=not limit)
+            most = max(most, judged.allocated_bytes() + (cache.tail_bytes() if limit else 0))
+            del judged
+        live = list(range(len(batch)))
+        for step in range(limit):
+            picked = self._pick([batch[i] for i in live], logits, generation)
+            going = []
+            for slot, (i, token) in enumerate(zip(live, picked, strict=True)):
+                s = batch[i]
+                s.out.token_ids.append(token)
+                if token in self.eos:
+                    s.out.finish_reason = "eos"
+                elif rendered.stop and len(s.out.token_ids) > 1 and self._stopped(s, rendered):
+                    s.out.finish_reason = "stop"
+                elif step + 1 < limit:
+                    going.append(slot)
+            if len(going) < len(live):
+                most = max(most, cache.allocated_bytes())
+                done = sorted(set(range(len(live))) - set(going))
+                finish([batch[live[slot]] for slot in done], cache, done)
+                live = [live[slot] for slot in going]
+                if not live:
+                    break
+                cache.batch_select_indices(torch.tensor(going))
+            feed = torch.tensor([[batch[i].out.token_ids[-1]] for i in live], device=self.device)
+            logits = self._forward(cache, [batch[i] for i in live], feed)[:, -1]
+        if not limit:
+            most = max(most, cache.allocated_bytes())
+            finish(batch, cache, range(len(batch)))
+        seconds = time.perf_counter() - begin
+        for s in batch:
+            s.out.new_tokens, s.out.fused_rows = len(s.out.token_ids), len(batch)
+            s.out.decode_seconds = seconds / len(batch)
+            s.out.text = self._text(s.out.token_ids)
+            for stop in rendered.stop:
+                s.out.text = s.out.text.split(stop)[0] if stop in s.out.text else s.out.text
+        return most
+
+    def _feed(
+        self,
+        cache: CompressedCache,
+        tokens: list[int],
+        batch: list[Row],
+        *,
+        count: bool = True,
+        last: bool = False,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Feed the same tokens to all rows, piece by piece: (offset in tokens, logits (rows, q, V)).
+
+        A piece has `chunk` tokens in all. count: whether the bytes held meanwhile count for their cells. last: only the
+        logits of each piece's last token are wanted.
+        """
+        size = max(self.chunk // len(batch), 1)
+        for start in range(0, len(tokens), size):
+            ids = torch.tensor([tokens[start : start + size]], device=self.device).expand(len(batch), -1)
+            yield start, self._forward(cache, batch if count else [], ids, last=last)
+
+    def _forward(self, cache: CompressedCache, batch: Sequence[Row], ids: Tensor, *, last: bool = False) -> Tensor:
+        seen = cache.get_seq_length()
+        positions = torch.arange(seen, seen + ids.shape[1], device=ids.device)[None].expand(ids.shape)
+        wanted = {"logits_to_keep": 1} if last and self._keeps_logits else {}
+        logits: Tensor = self.model(
+            input_ids=ids, position_ids=positions, use_cache=True, **{cache_argument(self.model): cache}, **wanted
+        ).logits
+        if batch:
+            for s, peak in zip(batch, cache.peaks.tolist(), strict=True):
+                s.out.resident_bytes_peak = max(s.out.resident_bytes_peak, peak)
+        return logits
+
+    def _judge(self, cache: CompressedCache, batch: list[Row], first: Tensor, gold: list[int], *, count: bool) -> None:
+        """Teacher-forced: mean negative log-likelihood of the gold tokens, and the share that greedy would hit."""
+        target = torch.tensor(gold, device=first.device)
+        loss, hits = torch.zeros(len(batch)), torch.zeros(len(batch))
+
+        def add(logits: Tensor, start: int) -> None:
+            wanted = target[start : start + logits.shape[1]].expand(len(batch), -1)
+            at = logits.gather(-1, wanted[..., None])[..., 0].float()
+            loss.add_((torch.logsumexp(logits.float(), dim=-1) - at).sum(1).cpu())
+            hits.add_((logits.argmax(-1) == wanted).sum(1).cpu())
+
+        add(first[:, None], 0)
+        for start, logits in self._feed(cache, gold[:-1], batch, count=count):
+            add(logits, start + 1)
+        for s, nll, hit in zip(batch, loss.tolist(), hits.tolist(), strict=True):
+            s.out.answer_nll, s.out.token_accuracy = nll / len(gold), hit / len(gold)
+
+    def _pick(self, batch: list[Row], logits: Tensor, generation: Generation) -> list[int]:
+        """The next token of each row."""
+        if generation.temperature <= 0:
+            greedy: list[int] = logits.argmax(-1).tolist()
+            return greedy
+        return [_pick(row, s.generator, generation) for s, row in zip(batch, logits, strict=True)]
+
+    def _stopped(self, s: Row, rendered: Rendered) -> bool:
+        text = self._text(s.out.token_ids)
+        return any(stop in text for stop in rendered.stop)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode([i for i in ids if i not in self.eos], skip_special_tokens=True))
+
+
+def _pick(logits: Tensor, generator: torch.Generator | None, generation: Generation) -> int:
+    """One draw from the smallest set of tokens whose probability reaches top_p."""
+    probs = torch.softmax(logits.cpu().double() / generation.temperature, dim=-1)
+    ordered, index = probs.sort(descending=True, stable=True)
+    ordered[ordered.cumsum(0) - ordered >= generation.top_p] = 0.0
+    return int(index[torch.multinomial(ordered, 1, generator=generator)])
+
+
+def _eos_ids(loaded: LoadedModel) -> frozenset[int]:
+    declared = getattr(loaded.model.generation_config, "eos_token_id", None)
+    if declared is None:
+        declared = loaded.tokenizer.eos_token_id
+    return frozenset([declared] if isinstance(declared, int) else declared or [])
