@@ -37,7 +37,7 @@ endif
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) -c constraints.txt -e '.[cpu]'
+	$(PIP) -c constraints.txt -e '.[experiments,cpu]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

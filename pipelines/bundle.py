@@ -1,15 +1,13 @@
-"""python -m pipelines.bundle: pack the finished cells of a sweep into one file, or add such a file to a store."""
+"""python -m pipelines.bundle pack|add: pack finished cells of a sweep into one file, or add such a file to a store."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from moend.errors import UserError
-from pipelines.cli.hydra import small
-from pipelines.reporting.report import parse
+from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.store.bundle import add, pack
 from pipelines.store.cells import Store
 
@@ -22,7 +20,7 @@ Exit codes: 0 packed or added, 2 a mistake in the command or a bundle that is no
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return small(argv, USAGE, _main)
+    return program(argv, USAGE, _main)
 
 
 def _main(args: list[str]) -> int:
@@ -30,8 +28,8 @@ def _main(args: list[str]) -> int:
         raise UserError("say pack or add: bundle pack [sweep=latest], bundle add FILE")
     rest = args[1:] if args[0] == "pack" else args[2:]
     more = {"sweep": "latest", "file": ""} if args[0] == "pack" else {}
-    values = parse(rest, {**more, "paths.store": os.environ.get("MOEND_STORE", "outputs")})
-    store = Store(Path(values["paths.store"]).expanduser().absolute())
+    values = parse(rest, {**more, **store_default()})
+    store = Store(store_path(values))
     print(pack(store, values["sweep"], values["file"]) if args[0] == "pack" else "\n".join(add(store, Path(args[1]))))
     return 0
 

@@ -1,8 +1,23 @@
-"""python -m pipelines.calibrate: see `pipelines.execution.calibrate`."""
+"""python -m pipelines.calibrate method=2d_hetero budget=25%: measure, solve, and show the plan of a cell."""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from pipelines.execution.calibrate import main
+from pipelines.cli.hydra import Point, run_hydra
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 all plans are written, 2 a mistake in the command or a budget that cannot be met."""
+
+    def program(points: list[Point]) -> int:
+        from pipelines.execution.calibrate import calibrate
+
+        return calibrate(points)
+
+    return run_hydra(program, argv, "calibrate")
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""python -m pipelines.cancel: see `pipelines.cluster.cancel`."""
+"""python -m pipelines.cancel sweep=<name|latest>: stop the jobs of a sweep; what is finished stays."""
 
 import sys
 

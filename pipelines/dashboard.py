@@ -1,4 +1,4 @@
-"""python -m pipelines.dashboard: see `pipelines.tracking.dashboards`."""
+"""python -m pipelines.dashboard [paper=all] [push=true]: W&B dashboards and reports, one of each per paper."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""python -m pipelines.report: see `pipelines.reporting.report`."""
+"""python -m pipelines.report sweep=<name|latest>: a sweep as one page, its tables and figures, and on the screen."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""python -m pipelines.run: compose cells, compute what is missing, tabulate. `--help` lists groups and keys."""
+"""python -m pipelines.run method=SnapKV budget=25%: compose cells, compute what is missing, show the table."""
 
 from __future__ import annotations
 

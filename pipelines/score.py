@@ -1,4 +1,4 @@
-"""python -m pipelines.score: see `pipelines.results.predictions`."""
+"""python -m pipelines.score benchmark=<name> predictions=<folder>: official scores of anyone's prediction files."""
 
 import sys
 

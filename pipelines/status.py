@@ -1,4 +1,4 @@
-"""python -m pipelines.status: see `pipelines.cluster.status`."""
+"""python -m pipelines.status [sweep=latest] [watch=true]: where every cell and every job of a sweep stands."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""python -m pipelines.sync: see `pipelines.tracking.upload`."""
+"""python -m pipelines.sync [sweep=all]: upload the offline W&B runs of a store."""
 
 import sys
 

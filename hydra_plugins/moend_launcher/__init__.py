@@ -6,7 +6,6 @@ Every Hydra program of the environment imports this module at its start, so it i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -17,14 +16,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from moend import paths
+
 
 class MoendSearchPath(SearchPathPlugin):
     """Makes `+sweep=<name>` find sweeps/sweep/<name>.yaml, from a checkout and from a wheel."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        sweeps = Path(__file__).resolve().parents[2] / "sweeps"
-        if sweeps.is_dir():
-            search_path.append("moend", f"file://{sweeps}")
+        search_path.append("moend", f"file://{paths.folder('sweeps')}")
 
 
 class MoendSweeper(BasicSweeper):

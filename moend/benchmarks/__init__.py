@@ -9,18 +9,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import yaml
 
+from moend import paths
 from moend.benchmarks.base import Benchmark, Rendered, Sample, only_fields, overlap, require_disjoint
 from moend.errors import UserError, unknown
 
 __all__ = ["Benchmark", "Rendered", "Sample", "benchmark", "implementation", "names", "overlap", "require_disjoint"]
 
-_CONF = Path(__file__).resolve().parents[2] / "conf" / "benchmark"
+_CONF = paths.folder("conf", "benchmark")
 
 
 def names() -> list[str]:

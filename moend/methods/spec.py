@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import yaml
 
+from moend import paths
 from moend.allocation import Allocator, allocator
 from moend.budget import BITS, Storage
 from moend.errors import UserError, unknown
 from moend.scoring import Scorer, scorer
 
-METHOD_FOLDERS = (Path(__file__).parents[2] / "conf" / "method",)
+METHOD_FOLDERS = (paths.folder("conf", "method"),)
 
 # Keys that settings had before each part had its own -> where they are now.
 MOVED = {

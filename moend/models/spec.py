@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moend import errors
+from moend import errors, paths
 from moend.budget import Arch
 from moend.errors import UserError
+from moend.paths import PACKAGE
 
-PACKAGE = Path(__file__).resolve().parents[1]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STORE_DTYPES = ("half", "model")
 SOURCES = ("auto", "hub", "wheel", "fixture", "local")
@@ -105,8 +105,8 @@ class ModelSpec:
 
 
 def conf_dir() -> Path:
-    """The folder of packaged configs: beside the package, in a checkout and in an installed wheel alike."""
-    return PACKAGE.parent / "conf" / "model"
+    """The folder of packaged configs."""
+    return paths.folder("conf", "model")
 
 
 def spec(name: str, **changes: Any) -> ModelSpec:

@@ -13,9 +13,9 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from moend import paths
 from moend.errors import UserError, unknown
 
 Program = Callable[[list["Point"]], int]
@@ -29,14 +29,6 @@ class Point:
     overrides: tuple[str, ...]
     choices: dict[str, str]
     config: dict[str, Any]
-
-
-def config_folder() -> Path:
-    """conf/ beside the package: the same place in a checkout, an editable install and a wheel."""
-    folder = Path(__file__).resolve().parents[2] / "conf"
-    if not (folder / "run.yaml").is_file():
-        raise RuntimeError(f"the configuration folder is missing: {folder}")
-    return folder
 
 
 def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "run") -> int:
@@ -56,10 +48,10 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
         started = True
         return program(points)
 
-    entry = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="run")(start)
+    entry = hydra.main(version_base="1.3", config_path=str(paths.folder("conf")), config_name="run")(start)
     flags = [a for a in args if a in ("-m", "--multirun")]  # Hydra's parser takes them first or last only
     ordered = [*flags, *open_parts([a for a in args if a not in flags])]
-    if {"-h", "--help"} & set(args) and (config_folder() / "hydra" / "help" / f"{name}.yaml").is_file():
+    if {"-h", "--help"} & set(args) and (paths.folder("conf") / "hydra" / "help" / f"{name}.yaml").is_file():
         ordered.append(f"hydra/help={name}")
     with _environment(ordered, name), termination():
         try:
@@ -77,7 +69,7 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
         except BrokenPipeError:
             if started:
                 raise
-            return _read_enough()
+            return read_enough()
         except Exception as e:
             line = explain(e, args)
             if line is None and not started:  # Hydra meets some mistakes with an assertion or a bare ValueError
@@ -101,27 +93,10 @@ def open_parts(arguments: Sequence[str]) -> list[str]:
     return [f"++{a.lstrip('+')}" if PART.match(a) else a for a in arguments]
 
 
-def _read_enough() -> int:
+def read_enough() -> int:
     """The exit code where the reader of the output, `head` say, has read enough: nothing is left to flush."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
-
-
-def small(argv: Sequence[str] | None, usage: str, body: Callable[[list[str]], int]) -> int:
-    """Run a program of key=value arguments without Hydra. Returns the exit code; a mistake is one line and 2."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if {"-h", "--help"} & set(args):
-            print(usage, flush=True)
-            return 0
-        return body(args)
-    except BrokenPipeError:
-        return _read_enough()
-    except Exception as e:
-        if (line := explain(e, args)) is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        return 2
 
 
 def command(args: Sequence[str], name: str) -> str:
@@ -254,8 +229,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _options(group: str) -> list[str]:
-    folder = config_folder() / group
-    return sorted(p.stem for p in folder.glob("*.yaml"))
+    return sorted(p.stem for p in paths.folder("conf", group).glob("*.yaml"))
 
 
 def _keys_of_options(group: str) -> dict[str, str]:
@@ -264,7 +238,7 @@ def _keys_of_options(group: str) -> dict[str, str]:
 
     found: dict[str, str] = {}
     for option in _options(group):
-        config = OmegaConf.to_container(OmegaConf.load(config_folder() / group / f"{option}.yaml"))
+        config = OmegaConf.to_container(OmegaConf.load(paths.folder("conf") / group / f"{option}.yaml"))
         found |= {key: f"{group}={option}" for key in leaves(config, f"{group}.") if "defaults" not in key}
     return found
 
@@ -280,15 +254,10 @@ def _keys(args: Sequence[str]) -> list[str]:
         group, _, option = arg.partition("=")
         if option in _options(group):
             chosen.append(arg)
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(paths.folder("conf")), version_base="1.3"):
         config = hydra_compose("run", overrides=chosen)
     return list(leaves(OmegaConf.to_container(config)))
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-def sweep_folder() -> Path:
-    """sweeps/sweep/ beside the package."""
-    return Path(__file__).resolve().parents[2] / "sweeps" / "sweep"

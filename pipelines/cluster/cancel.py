@@ -9,15 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from moend.errors import UserError
 from pipelines.cli import terminal
-from pipelines.cli.hydra import small
+from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import say
 from pipelines.cluster import slurm
 from pipelines.cluster.jobs import Job, Submitted
-from pipelines.reporting.report import parse
 from pipelines.store.cells import Store
 from pipelines.store.lease import Process, held
 
@@ -71,15 +69,15 @@ def _name(process: Process) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return small(argv, USAGE, _main)
+    return program(argv, USAGE, _main)
 
 
 def _main(args: list[str]) -> int:
     try:
-        values = parse(args, {"sweep": "", "paths.store": os.environ.get("MOEND_STORE", "outputs")})
+        values = parse(args, {"sweep": "", **store_default()})
         if not values["sweep"]:
             raise UserError("which sweep? sweep=<name>, or sweep=latest for the newest")
-        store, to = Store(Path(values["paths.store"]).expanduser().absolute()), terminal.console()
+        store, to = Store(store_path(values)), terminal.console()
         manifest = store.read_manifest(values["sweep"])
         name, command = manifest["name"], manifest["command"]
         gone = cancel(store, name)

@@ -23,7 +23,7 @@ def root() -> Path:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for part in PARTS:
+    for part in (p for p in PARTS if not (folder / "moend" / p).is_dir()):  # a wheel has conf and sweeps inside moend
         for path in sorted((folder / part).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
                 yield path

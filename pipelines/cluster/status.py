@@ -20,11 +20,10 @@ from rich.text import Text
 
 from moend.errors import UserError
 from pipelines.cli import terminal
-from pipelines.cli.hydra import small
+from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import budget, question, say
 from pipelines.cluster import slurm
 from pipelines.cluster.jobs import Job, Started, Submitted, last_line
-from pipelines.reporting.report import parse
 from pipelines.store import provenance
 from pipelines.store.cells import CellStore, CorruptRecords, RecordKey, Store, parse_records, record_key
 from pipelines.store.files import write_json
@@ -305,17 +304,13 @@ def problems(view: View) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return small(argv, USAGE, _main)
+    return program(argv, USAGE, _main)
 
 
 def _main(args: list[str]) -> int:
     try:
-        root = os.environ.get("MOEND_STORE", "outputs")
-        values = parse(args, {"sweep": "latest", "watch": "false", "jobs": "true", "paths.store": root})
-        for name in ("watch", "jobs"):
-            if values[name] not in ("true", "false"):
-                raise UserError(f"{name} is true or false, got '{values[name]}'")
-        store, to = Store(Path(values["paths.store"]).expanduser().absolute()), terminal.console()
+        values = parse(args, {"sweep": "latest", "watch": "false", "jobs": "true", **store_default()})
+        store, to = Store(store_path(values)), terminal.console()
         name = store.read_manifest(values["sweep"])["name"]
         view = _watch(store, name, to) if values["watch"] == "true" else collect(store, name)
         to.print(tables(view, jobs=values["jobs"] == "true"))

@@ -1,10 +1,9 @@
-"""python -m pipelines.calibrate method=2d_hetero budget=25%: measure, solve, and show the plan of a cell."""
+"""Calibrations and plans of cells, without their examples: computed, shown and written with their figures."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,13 @@ from rich.table import Table
 from moend.budget import Budget
 from moend.errors import UserError
 from pipelines.cli import terminal
-from pipelines.cli.hydra import Point, run_hydra
+from pipelines.cli.hydra import Point
 from pipelines.cli.terminal import say, size
 from pipelines.execution import session as evaluate
 from pipelines.execution.runner import Runner
 from pipelines.planning import planner
 from pipelines.planning.planner import Cell, Plan
 from pipelines.store.files import write_json
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 all plans are written, 2 a mistake in the command or a budget that cannot be met."""
-    return run_hydra(calibrate, argv, "calibrate")
 
 
 def calibrate(points: list[Point]) -> int:
@@ -208,7 +202,3 @@ def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Pa
         if damage_map.draw(found["hardest"], plan, names[-1], title, folder / "damage_map.png"):
             made.append(folder / "damage_map.png")
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,21 +1,13 @@
-"""python -m pipelines.prefetch +sweep=moend_table2: models and data of all points into paths.cache."""
+"""Brings the models and data of all points to this machine."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
 from moend.errors import UserError
 from pipelines.cli import terminal
-from pipelines.cli.hydra import Point, run_hydra
+from pipelines.cli.hydra import Point
 from pipelines.cli.terminal import say
 from pipelines.execution import session as evaluate
 from pipelines.planning import schema
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 all is there, 1 something cannot be fetched, 2 a mistake, 3 it is missing (dry run)."""
-    return run_hydra(prefetch, argv, "prefetch")
 
 
 def prefetch(points: list[Point]) -> int:
@@ -43,7 +35,3 @@ def prefetch(points: list[Point]) -> int:
     counted = f"{len(needs) - failed} of {len(needs)} models and data sets are in {configs[0].cache}"
     say(console, f"{counted}; the same command again fetches the rest" if failed else counted)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from moend import paths
 from moend.errors import UserError
 from pipelines.cli.hydra import Point
 from pipelines.cli.terminal import budget, question, say, size
@@ -211,10 +212,9 @@ def _points_of(name: str) -> set[frozenset[str]] | None:
     """The points of a sweep file, as Hydra writes them; None where it cannot be read."""
     from omegaconf import OmegaConf
 
-    from pipelines.cli.hydra import sweep_folder
     from pipelines.planning.points import expand
 
-    path = sweep_folder() / f"{name}.yaml"
+    path = paths.folder("sweeps", "sweep") / f"{name}.yaml"
     if not path.is_file():
         return None
     sweeper: Any = OmegaConf.to_container(OmegaConf.select(OmegaConf.load(path), "hydra.sweeper") or OmegaConf.create())

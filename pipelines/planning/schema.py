@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from moend import paths
 from moend.budget import Budget
 from moend.errors import UserError, unknown
-from pipelines.cli.hydra import Point, leaves, sweep_folder, unknown_key
+from pipelines.cli.hydra import Point, leaves, unknown_key
 
 
 class _Strict(BaseModel):
@@ -172,4 +173,4 @@ def mistake(error: ValidationError, group: str = "") -> UserError:
 
 def sweeps() -> list[str]:
     """Names of the sweep files that come with the package."""
-    return sorted(p.stem for p in sweep_folder().glob("*.yaml"))
+    return sorted(p.stem for p in paths.folder("sweeps", "sweep").glob("*.yaml"))

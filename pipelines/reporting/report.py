@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,8 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from moend.errors import UserError, unknown
-from pipelines.cli.hydra import small
+from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import console, fit, say
 from pipelines.planning.identity import key
 from pipelines.reporting import tables
@@ -27,7 +25,7 @@ from pipelines.store.files import write_atomic
 # What a narrow terminal leaves out, first to last: table.csv and the page have all of it.
 SPARE = ("tokens/s", "eq. 1", "full", "peak", "answer NLL", "compression", "question")
 
-__all__ = ["Row", "compared", "main", "notes", "parse", "rows", "show", "show_deltas", "write"]
+__all__ = ["Row", "compared", "main", "notes", "rows", "show", "show_deltas", "write"]
 
 USAGE = """A sweep as one page with tables and figures, from its files alone.
 
@@ -138,32 +136,15 @@ def _fingerprint(sweep: Sweep) -> str:
     return key([sweep.name, provenance.commit(), provenance.versions(), cells])
 
 
-def parse(argv: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
-    """key=value arguments of the small programs; an unknown key is a UserError with the nearest."""
-    values = dict(defaults)
-    for arg in argv:
-        name, equals, value = arg.partition("=")
-        if name in defaults and not equals:
-            raise UserError(f"{name} needs a value: {name}={defaults[name]}")
-        if name not in defaults:
-            raise unknown("argument", name, defaults)
-        values[name] = value
-    return values
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return small(argv, USAGE, _main)
+    return program(argv, USAGE, _main)
 
 
 def _main(args: list[str]) -> int:
     try:
-        values = parse(
-            args, {"sweep": "latest", "paths.store": os.environ.get("MOEND_STORE", "outputs"), "rescore": "false"}
-        )
-        if values["rescore"] not in ("true", "false"):
-            raise UserError(f"rescore is true or false, got '{values['rescore']}'")
-        store, to = Store(Path(values["paths.store"]).expanduser().absolute()), console()
+        values = parse(args, {"sweep": "latest", "rescore": "false", **store_default()})
+        store, to = Store(store_path(values)), console()
         manifest = store.read_manifest(values["sweep"])
         if values["rescore"] == "true":
             again = rescore_sweep(store, manifest)

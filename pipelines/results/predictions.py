@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from moend import paths
 from moend.errors import UserError, unknown
-from pipelines.cli.hydra import config_folder, small
+from pipelines.cli.args import parse, program
 from pipelines.cli.terminal import console, say
-from pipelines.reporting.report import parse
 from pipelines.store.files import write_json
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def names() -> dict[str, str]:
     import yaml
 
     found = {}
-    for path in config_folder().joinpath("benchmark").glob("*.yaml"):
+    for path in paths.folder("conf", "benchmark").glob("*.yaml"):
         kind = yaml.safe_load(path.read_text(encoding="utf-8"))["type"]
         if kind == "longbench" or path.stem in MATH:
             found[path.stem] = kind
@@ -338,7 +338,7 @@ def _scorer(name: str, e: str) -> Callable[[Path], Scored]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return small(argv, USAGE, _main)
+    return program(argv, USAGE, _main)
 
 
 def _main(args: list[str]) -> int:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moend import paths
 from moend.errors import UserError, unknown
 from pipelines.cli import terminal
-from pipelines.cli.hydra import small, sweep_folder
+from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import say
-from pipelines.reporting.report import parse
 from pipelines.store.cells import Store
 from pipelines.store.files import read_json, write_json
 from pipelines.tracking import upload as sync
@@ -181,7 +181,7 @@ def report(paper: Paper, entity: str, project: str) -> Any:
 
 def description(table: str) -> str:
     """What a sweep's file says of itself, and the command that runs it."""
-    lines = (sweep_folder() / f"{table}.yaml").read_text(encoding="utf-8").splitlines()[1:]
+    lines = (paths.folder("sweeps", "sweep") / f"{table}.yaml").read_text(encoding="utf-8").splitlines()[1:]
     said = [x.removeprefix("#").strip() for x in lines[: next(i for i, x in enumerate(lines) if not x.startswith("#"))]]
     return " ".join(said) + f"\n\n    python -m pipelines.run +sweep={table}\n"
 
@@ -220,19 +220,16 @@ def push(paper: Paper, kind: str, target: sync.Target, ledger: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return small(argv, USAGE, _main)
+    return program(argv, USAGE, _main)
 
 
 def _main(args: list[str]) -> int:
-    root = os.environ.get("MOEND_STORE", "outputs")
-    defaults = {"paper": "all", "push": "false", "project": sync.PROJECT, "entity": "", "paths.store": root}
+    defaults = {"paper": "all", "push": "false", "project": sync.PROJECT, "entity": "", **store_default()}
     values = parse(args, defaults)
-    if values["push"] not in ("true", "false"):
-        raise UserError(f"push is true or false, got '{values['push']}'")
     if values["paper"] not in (*PAPERS, "all"):
         raise unknown("paper", values["paper"], [*PAPERS, "all"])
     papers = list(PAPERS.values()) if values["paper"] == "all" else [PAPERS[values["paper"]]]
-    to, folder = terminal.console(), Store(Path(values["paths.store"]).expanduser().absolute()).root / "wandb"
+    to, folder = terminal.console(), Store(store_path(values)).root / "wandb"
     (folder / "dashboards").mkdir(parents=True, exist_ok=True)
     for paper in papers:
         for kind, build in BUILD.items():

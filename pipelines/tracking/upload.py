@@ -20,10 +20,10 @@ from rich.console import Console
 
 from moend.errors import UserError
 from pipelines.cli import terminal
-from pipelines.cli.hydra import Terminated, small, termination
+from pipelines.cli.args import parse, program, store_default, store_path
+from pipelines.cli.hydra import Terminated, termination
 from pipelines.cli.terminal import say
 from pipelines.planning.schema import TrackingConfig, mistake
-from pipelines.reporting.report import parse
 from pipelines.store.cells import Store
 from pipelines.store.lease import Busy, Lease
 from pipelines.tracking import wandb as tracking
@@ -113,18 +113,15 @@ class Ledger:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return small(argv, USAGE, _main)
+    return program(argv, USAGE, _main)
 
 
 def _main(args: list[str]) -> int:
-    root = os.environ.get("MOEND_STORE", "outputs")
     defaults = {"sweep": "all", "dry_run": "false", "project": "", "entity": "", "parallel": "4"}
-    values = parse(args, {**defaults, "timeout_s": "600", "paths.store": root})
-    if values["dry_run"] not in ("true", "false"):
-        raise UserError(f"dry_run is true or false, got '{values['dry_run']}'")
+    values = parse(args, {**defaults, "timeout_s": "600", **store_default()})
     parallel, timeout = _positive("parallel", values), _positive("timeout_s", values)
     project, entity = values["project"] or None, values["entity"] or None
-    store, to = Store(Path(values["paths.store"]).expanduser().absolute()), terminal.console()
+    store, to = Store(store_path(values)), terminal.console()
     found = todo(store, values["sweep"], project, entity)
     left = [t for t in found if t.state != "uploaded"]
     if values["dry_run"] == "true":

@@ -15,7 +15,8 @@ from hydra.types import RunMode
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipelines.cli.hydra import Point, config_folder, leaves
+from moend import paths
+from pipelines.cli.hydra import Point, leaves
 from pipelines.planning import points
 from tests.pipelines.conftest import compose_points
 
@@ -23,7 +24,7 @@ from tests.pipelines.conftest import compose_points
 @pytest.fixture(scope="module")
 def hydra() -> tuple[Any, Any]:
     """Hydra's loader and the master configuration of a sweep."""
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(paths.folder("conf")), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         return loader, loader.load_configuration("run", [], run_mode=RunMode.MULTIRUN)
 
@@ -40,7 +41,7 @@ def outcome(compose: Any) -> tuple[Any, ...]:
 
 GROUPS = {
     folder.name: sorted(p.stem for p in folder.glob("*.yaml"))
-    for folder in sorted(config_folder().iterdir())
+    for folder in sorted(paths.folder("conf").iterdir())
     if folder.is_dir() and folder.name != "hydra"
 } | {"sweep": ["quickstart", "nope"], "benchmark": ["niah", "longbench", "nope"]}
 KEYS = [
@@ -189,7 +190,7 @@ def test_help_that_is_not_read_to_its_end_is_no_mistake() -> None:
     code = "import sys; from pipelines.run import main; print('x' * 100_000); sys.exit(main(['--help']))"
     with subprocess.Popen(
         [sys.executable, "-u", "-c", code],
-        cwd=config_folder().parent,
+        cwd=paths.folder("conf").parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from moend import paths
 from moend.methods import spec as methods
 from pipelines import run
-from pipelines.cli.hydra import config_folder
 from pipelines.planning import identity
 from pipelines.planning.parts import parts
 from pipelines.planning.schema import validate
@@ -22,7 +22,7 @@ from tests.pipelines.conftest import Runs, compose_points
 
 OPTIONS = [
     f"{folder.name}={path.stem}"
-    for folder in sorted(config_folder().iterdir())
+    for folder in sorted(paths.folder("conf").iterdir())
     if folder.is_dir() and folder.name != "hydra"
     for path in sorted(folder.glob("*.yaml"))
 ]

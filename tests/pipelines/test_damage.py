@@ -14,8 +14,8 @@ from moend.benchmarks import text
 from moend.calibration import DamageSettings
 from moend.calibration.damage import repeated
 from moend.models import load as models
-from pipelines import run
-from pipelines.execution import calibrate, calibrations
+from pipelines import calibrate, run
+from pipelines.execution import calibrations
 from pipelines.planning.facts import Facts, Planner
 from pipelines.planning.schema import validate
 from tests.pipelines.conftest import compose_points

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelines import run
-from pipelines.execution import calibrate
+from pipelines import calibrate, run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

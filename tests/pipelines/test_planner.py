@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from moend.budget import Arch
 from moend.methods.spec import Method
+from pipelines import calibrate
 from pipelines.cli import terminal
-from pipelines.execution import calibrate
 from pipelines.planning import estimate, identity, planner
 from pipelines.planning.facts import Planner
 from pipelines.store.cells import Store

@@ -13,7 +13,7 @@ import pytest
 from moend.benchmarks import benchmark
 from moend.errors import Blocked
 from moend.models import load as models
-from pipelines.execution import prefetch
+from pipelines import prefetch
 
 HERE = ["model=recall_moe", "benchmark=recall"]
 Command = Callable[..., tuple[int, str]]

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines import run
-from pipelines.execution import calibrate
+from pipelines import calibrate, run
 from pipelines.reporting.figures import ripple_profile
 
 SMALL = [

@@ -16,7 +16,7 @@ import pytest
 
 from moend.benchmarks import benchmark
 from moend.errors import UserError
-from pipelines.execution import calibrate
+from pipelines import calibrate
 from pipelines.execution import runner as launcher
 from pipelines.planning import planner
 from pipelines.reporting import report

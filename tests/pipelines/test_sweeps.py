@@ -11,12 +11,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from pipelines.cli.hydra import Point, run_hydra, sweep_folder
+from moend import paths
+from pipelines.cli.hydra import Point, run_hydra
 from pipelines.planning import planner
 from pipelines.planning.facts import Planner
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 
-NAMES = sorted(p.stem for p in sweep_folder().glob("*.yaml"))
+NAMES = sorted(p.stem for p in paths.folder("sweeps", "sweep").glob("*.yaml"))
 TABLES = """
 moend_fig2 moend_table2 moend_table4 moend_table6 moend_klcheck moend_overhead ripple_table1 ripple_table2 ripple_fig2
 ripple_table3 ripple_table4 ripple_table5 moezip_table1 quickstart

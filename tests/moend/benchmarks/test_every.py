@@ -102,8 +102,8 @@ def test_fields_of_the_file_are_all_that_can_be_set(name: str) -> None:
     """A key that is not in the file cannot be overridden on the command line."""
     import yaml
 
-    from pipelines.cli.hydra import config_folder
+    from moend import paths
 
-    listed = yaml.safe_load((config_folder() / "benchmark" / f"{name}.yaml").read_text())
+    listed = yaml.safe_load((paths.folder("conf", "benchmark") / f"{name}.yaml").read_text())
     hidden = {"reasoning"}  # set by generation
     assert {f.name for f in dataclasses.fields(benchmark(name))} - hidden == set(listed)
