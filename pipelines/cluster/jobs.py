@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from moend.errors import UserError
 from pipelines.cluster import slurm
-from pipelines.store.files import read_json, write_json
+from pipelines.store.files import make_folder, read_json, write_json
 from pipelines.store.lease import Process
 
 Kind = Literal["calibrate", "run", "report", "local"]  # local: a supervisor and its workers, which do all of it
@@ -68,6 +68,7 @@ class Started:
     log: str
     restarts: int = 0
     ended: str | None = None
+    barren: int = 0  # starts in a row, up to this one, that ended with no more than they began with
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Submitted:
 
     @property
     def lease(self) -> Path:
-        """Held while jobs are submitted or cancelled: two commands at once do it one after the other."""
-        return self.folder / "submit"
+        """The store's, held while jobs are submitted or cancelled: commands at once do it one after the other."""
+        return self.folder.parents[1] / "submit"
 
     @property
     def log(self) -> Path:
@@ -114,21 +115,25 @@ class Submitted:
 
     def write_started(self, started: Started) -> None:
         """A worker's word of itself."""
-        (self.folder / "started").mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder / "started")
         write_json(self.folder / "started" / f"{started.job}.json", dataclasses.asdict(started))
 
     def started(self) -> dict[str, Started]:
         """Job -> what its worker said last."""
-        found = {}
-        for path in sorted((self.folder / "started").glob("*.json")):
-            with contextlib.suppress(FileNotFoundError), _damage(path):
-                fields = read_json(path)
-                found[path.stem] = Started(**{**fields, "process": Process(**fields["process"])})
-        return found
+        names = sorted(p.stem for p in (self.folder / "started").glob("*.json"))
+        return {name: said for name in names if (said := self.started_of(name)) is not None}
+
+    def started_of(self, job: str) -> Started | None:
+        """What the worker of one job said last."""
+        path = self.folder / "started" / f"{job}.json"
+        with contextlib.suppress(FileNotFoundError), _damage(path):
+            fields = read_json(path)
+            return Started(**{**fields, "process": Process(**fields["process"])})
+        return None
 
     def write_end(self, key: str, end: End) -> None:
         """Say why a cell or a calibration has no result."""
-        (self.folder / "ends").mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder / "ends")
         write_json(self.folder / "ends" / f"{key}.json", dataclasses.asdict(end))
 
     def end(self, key: str) -> End | None:
@@ -147,22 +152,44 @@ class Submitted:
 
     def states(self, jobs: Iterable[Job]) -> dict[str, tuple[str, str]]:
         """Job -> (state in Slurm's words, reason). slurm.Unreachable where Slurm is silent."""
-        jobs = list(jobs)
-        found = slurm.states(j.id for j in jobs if not j.is_local)
-        started = self.started()
-        for job in jobs:
-            if job.process is not None:
-                workers = [s for s in started.values() if s.job.startswith(f"{job.id}-")]
-                alive = job.process.alive() or any(s.process.alive() for s in workers)
-                there = job.process.here()
-                found[job.id] = ("RUNNING", "") if alive else ("ENDED", "") if there else (slurm.GONE, "other machine")
-        return found
+        return states([(self, list(jobs))])
 
     def live(self, jobs: Iterable[Job]) -> list[Job]:
         """Those that are queued or running."""
-        jobs = list(jobs)
-        states = self.states(jobs)
-        return [j for j in jobs if states[j.id][0] in slurm.LIVE]
+        return in_flight([(self, list(jobs))])
+
+
+Jobs = list[tuple[Submitted, list[Job]]]  # sweeps with jobs of theirs
+
+
+def states(jobs: Jobs) -> dict[str, tuple[str, str]]:
+    """`Submitted.states` of the jobs of several sweeps, with one question to Slurm."""
+    found = slurm.states(j.id for _, of in jobs for j in of if not j.is_local)
+    for sweep, of in jobs:
+        started = sweep.started() if any(j.is_local for j in of) else {}
+        for job in (j for j in of if j.process is not None):
+            assert job.process is not None
+            workers = [s for s in started.values() if s.job.startswith(f"{job.id}-")]
+            alive = job.process.alive() or any(s.process.alive() for s in workers)
+            there = job.process.here()
+            found[job.id] = ("RUNNING", "") if alive else ("ENDED", "") if there else (slurm.GONE, "other machine")
+    return found
+
+
+def in_flight(jobs: Jobs) -> list[Job]:
+    """Those that are queued or running."""
+    known = states(jobs)
+    return [j for _, of in jobs for j in of if known[j.id][0] in slurm.LIVE]
+
+
+def others(sweep: Submitted, cells: Iterable[str]) -> Jobs:
+    """What other sweeps of the store submitted for some of these cells, or for calibrations."""
+    wanted, found = set(cells), []
+    for path in sorted(sweep.folder.parent.glob("*/jobs.json")):
+        if path.parent != sweep.folder:
+            other = Submitted(path.parent)
+            found.append((other, [j for j in other.jobs() if wanted & set(j.cells) or j.calibration]))
+    return [(other, of) for other, of in found if of]
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.cluster import worker
-from pipelines.cluster.jobs import Submitted, now
+from pipelines.cluster.jobs import End, Started, Submitted, last_line, now
 from pipelines.store.files import read_json
+from pipelines.store.lease import Process
 
 POLL_S = 0.2
 A_MONTH = 30 * 24 * 60  # submitit's local jobs have a time limit of two minutes unless told
@@ -56,15 +57,27 @@ class _Pool:
 
         executor = submitit.LocalExecutor(self.sweep.log, python=f"{shlex.quote(sys.executable)} -P")
         executor.update_parameters(timeout_min=A_MONTH, stderr_to_stdout=True)
-        queue, running = list(work), dict[int, Any]()
+        queue, running = list(work), dict[int, tuple[Any, worker.Work]]()
         while queue or running:
             for slot in range(self.size):
                 if queue and slot not in running:
                     gpu = self.gpus[slot % len(self.gpus)] if self.gpus else None
-                    running[slot] = executor.submit(dataclasses.replace(queue.pop(0), gpu=gpu))
-                    print(f"{now()} started {running[slot].job_id}: {type(work[0]).__name__}", flush=True)
+                    todo = dataclasses.replace(queue.pop(0), gpu=gpu)
+                    job = executor.submit(todo)
+                    running[slot] = job, todo
+                    print(f"{now()} started {job.job_id}: {type(todo).__name__}", flush=True)
             time.sleep(POLL_S)
-            running = {slot: job for slot, job in running.items() if not job.done()}
+            for slot in [slot for slot, (job, _) in running.items() if job.done()]:
+                self._ended(*running.pop(slot))
+
+    def _ended(self, job: Any, done: worker.Work) -> None:
+        """A worker that ended before it could say a word has left one in its own log: that is told as its own."""
+        id, log = f"{os.environ['MOEND_LOCAL_JOB']}-{job.job_id}", str(job.paths.stdout)
+        if self.sweep.started_of(id) is None:
+            word = last_line(log) or "it ended without a word"
+            self.sweep.write_started(Started(id, done.kind, Process.of(os.getpid()), time.time(), {}, log, ended=word))
+            if isinstance(done, worker.Calibrate):
+                self.sweep.write_end(f"calibration-{done.key}", End("failed", word, id, log))
 
 
 if __name__ == "__main__":

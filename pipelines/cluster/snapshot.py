@@ -1,4 +1,7 @@
-"""The code that jobs run: a copy made when they are submitted, named by its content and checked where it runs."""
+"""The code that jobs run: a copy made when they are submitted, named by its content and checked where it runs.
+
+Modules of the user's own that a configuration names (a scorer, a benchmark by its dotted path) are part of the copy.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,19 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+from moend.errors import UserError
 from pipelines.store import provenance
-from pipelines.store.files import write_atomic
+from pipelines.store.files import make_folder, share_all, write_atomic
 
 PARTS = ("moend", "pipelines", "hydra_plugins", "conf", "sweeps")
+PLUGINS = "_plugins"  # in a copy: what lay outside of the package
 COMMIT = provenance.COMMIT_FILE
 
 
@@ -23,7 +32,8 @@ def root() -> Path:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for part in (p for p in PARTS if not (folder / "moend" / p).is_dir()):  # a wheel has conf and sweeps inside moend
+    parts = (p for p in PARTS if not (folder / "moend" / p).is_dir())  # a wheel has conf and sweeps inside moend
+    for part in (*parts, PLUGINS):
         for path in sorted((folder / part).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
                 yield path
@@ -38,17 +48,76 @@ def digest(folder: Path) -> str:
     return total.hexdigest()[:16]
 
 
-def take(into: Path) -> Path:
-    """Copy the running code to `into`/<digest>, in one step, where it is not there yet. Returns the copy."""
-    into.mkdir(parents=True, exist_ok=True)
+def plugins(configs: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
+    """The files of the modules outside of the package that configurations name, by their places on Python's path.
+
+    What lies in the same folder and is imported by now comes along: it may be what they are made of. Installed
+    distributions stay where they are, as torch does. UserError for a module of which there is no file to copy.
+    """
+    named = {text for config in configs for text in _texts(config) if "." in text and text in sys.modules}
+    tops = {name.partition(".")[0]: sys.modules[name] for name in named}
+    folders = {_folder(top, module) for top, module in tops.items()} - {None}
+    found: dict[str, Path] = {}
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        if top in PARTS or (folder := _folder(top, module)) is None or folder not in folders:
+            continue
+        source = Path(str(module.__file__))
+        of = source.parent.rglob("*") if source.stem == "__init__" else [source]
+        found |= {str(p.relative_to(folder)): p for p in of if p.is_file() and "__pycache__" not in p.parts}
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _folder(top: str, module: ModuleType) -> Path | None:
+    """The folder on Python's path that a module comes from; None for what is installed, built in or of the package."""
+    if (
+        top in PARTS
+        or top in sys.builtin_module_names
+        or top == "__main__"
+        or getattr(module, "__file__", None) is None
+    ):
+        return None
+    file = Path(str(module.__file__))
+    depth = len(module.__name__.split(".")) - (file.stem != "__init__")
+    if not file.is_absolute() or depth >= len(file.parents):  # a made-up one: no file of that name
+        return None
+    folder = file.parents[depth]
+    installed = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
+    if any(folder.is_relative_to(Path(p)) for p in installed):
+        return None
+    if not file.is_file():
+        raise UserError(f"jobs cannot have a copy of {module.__name__}: {file} is no file")
+    return folder
+
+
+def take(into: Path, more: Mapping[str, Path] | None = None) -> Path:
+    """Copy the running code to `into`/<digest>, in one step, where it is not there yet. Returns the copy.
+
+    more: further files (`plugins`).
+    """
+    make_folder(into)
     temp = into / f".{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
-        for source in _files(root()):
-            target = temp / source.relative_to(root())
+        copies = {str(p.relative_to(root())): p for p in _files(root())}
+        for name, source in (copies | {f"{PLUGINS}/{n}": p for n, p in (more or {}).items()}).items():
+            target = temp / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
         if (commit := provenance.commit()) is not None:
             (temp / COMMIT).write_text(commit + "\n")
+        share_all(temp)
         made = into / digest(temp)  # of the copy: the original may be edited this moment
         if made.is_dir() and digest(made) != made.name:  # somebody has edited the copy
             made.rename(temp.with_suffix(".edited"))
@@ -75,5 +144,5 @@ def record_difference(path: Path) -> None:
 
 def environment(copy: Path) -> dict[str, str]:
     """Variables under which Python takes the copy, and not what lies in the working folder."""
-    path = os.pathsep.join(p for p in (str(copy), os.environ.get("PYTHONPATH", "")) if p)
+    path = os.pathsep.join(p for p in (str(copy), str(copy / PLUGINS), os.environ.get("PYTHONPATH", "")) if p)
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

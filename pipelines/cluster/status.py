@@ -23,7 +23,7 @@ from pipelines.cli import terminal
 from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import budget, question, say
 from pipelines.cluster import slurm
-from pipelines.cluster.jobs import Job, Started, Submitted, last_line
+from pipelines.cluster.jobs import End, Job, Started, Submitted, last_line, others, states
 from pipelines.store import provenance
 from pipelines.store.cells import CellStore, CorruptRecords, RecordKey, Store, parse_records, record_key
 from pipelines.store.files import write_json
@@ -91,26 +91,29 @@ class View:
 def collect(store: Store, name: str) -> View:
     """Look at files first, at jobs second: a complete result is done, whatever became of its job."""
     manifest = store.read_manifest(name)
-    sweep = Submitted(store.sweep(manifest["name"]))
-    jobs, warning = sweep.jobs(), ""
+    sweep, warning = Submitted(store.sweep(manifest["name"])), ""
+    known = [(sweep, sweep.jobs()), *others(sweep, (c["key"] for c in manifest["cells"]))]
     try:
-        states = sweep.states(jobs)
+        found = states(known)
     except (slurm.Unreachable, UserError) as e:
         warning = f"Slurm cannot be asked ({e}): states of jobs are unknown, files tell the rest"
-        states = {j.id: ("UNKNOWN", "") for j in jobs}
-    started = sweep.started()
+        found = {j.id: ("UNKNOWN", "") for _, of in known for j in of}
+    own = known[0][1]
+    shared = [j for _, of in known[1:] for j in of if found[j.id][0] in slurm.LIVE]  # other sweeps' jobs, at work
+    started = {id: said for other, _ in reversed(known) for id, said in other.started().items()}
     any_held = any(store.cell(c["key"]).is_held() for c in manifest["cells"])
-    look = _Look(store, sweep, jobs, states, started, any_held)
+    look = _Look(store, [s for s, _ in known], [*shared, *own], own, found, started, any_held)
     cells = [look.cell(c) for c in manifest["cells"]]
-    shown = [(j, *states[j.id]) for j in jobs]
+    shown = [(j, *found[j.id]) for j in (*own, *(j for j in shared if j.kind in ("run", "local")))]
     return View(manifest["name"], manifest["command"], cells, shown, started, warning)
 
 
 @dataclass(frozen=True)
 class _Look:
     store: Store
-    sweep: Submitted
-    jobs: list[Job]
+    sweeps: list[Submitted]  # this one first, then others that have submitted some of its cells
+    jobs: list[Job]  # of other sweeps as long as they are at work, then those of this one
+    own: list[Job]
     states: dict[str, tuple[str, str]]
     started: dict[str, Started]
     any_held: bool
@@ -132,7 +135,7 @@ class _Look:
         live = [j for j in mine if self.states[j.id][0] in slurm.LIVE or self.states[j.id][0] == "UNKNOWN"]
         if cell["state"] == "infeasible":
             return view("infeasible", cell["reason"], have=have)
-        if (end := self.sweep.end(key)) is not None:
+        if (end := self._end(key)) is not None:
             return view(end.state, end.reason, log=end.log, job=end.job, have=have)
         if cell["state"] in ("failed", "blocked") and not live:
             log = folder.folder / "log.txt"
@@ -151,6 +154,13 @@ class _Look:
         if self.any_held:  # a run in one process comes to this cell later
             return view("pending", have=have)
         return view("stopped", "nobody is working on it", have=have)
+
+    def _end(self, key: str) -> End | None:
+        """How a cell ended; as another sweep's jobs told it where this one has left the cell to them."""
+        left = any(key in j.cells for j in self.own) and not any(
+            key in j.cells and j.kind != "report" for j in self.own
+        )
+        return next((e for s in self.sweeps[: None if left else 1] if (e := s.end(key)) is not None), None)
 
     def _begun(self, job: Job) -> bool:
         """Whether its worker is at work. Workers of a supervisor share all cells: there, leases tell."""
@@ -180,12 +190,11 @@ class _Look:
     def _blocked(self, cell: dict[str, Any], told_only: bool = False) -> tuple[str, str] | None:
         """Why an artefact will not come: its job has said so, or has ended without it."""
         for kind, key in cell["payload"]["calibrations"].items():
-            if (self.store.calibration(key) / "artefact.json").exists() and self.sweep.end(
-                f"calibration-{key}"
-            ) is None:
+            end = self.sweeps[0].end(f"calibration-{key}")
+            if end is None and (self.store.calibration(key) / "artefact.json").exists():
                 continue
             jobs = [] if told_only else [j for j in self.jobs if j.calibration == key]
-            if end := self.sweep.end(f"calibration-{key}"):
+            if end is not None:
                 return f"calibration {kind} [{key}]: {end.reason}", end.log
             if jobs and self.states[jobs[-1].id][0] not in slurm.LIVE:
                 view = self._ended(jobs[-1], lambda state, detail, **more: (detail, more["log"]), 0)
@@ -197,8 +206,9 @@ class _Look:
         state, worker = self.states[job.id][0], self.started.get(job.id)
         if worker is None and job.is_local:
             told = [s for s in self.started.values() if _head(s.job) == job.id]
-            worker = next((s for s in told if s.ended is None), told[-1] if told else None)
-        log = worker.log if worker else str(self.sweep.log / f"{job.id}_0_log.out")
+            told.sort(key=lambda s: (s.ended in ("done", "incomplete"), s.ended is not None))  # who was killed is first
+            worker = told[0] if told else None
+        log = worker.log if worker else str(self.sweeps[0].log / f"{job.id}_0_log.out")
         if not Path(log).exists():
             log = ""
         last = last_line(log) if log else "its log is not there"

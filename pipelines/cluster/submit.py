@@ -27,18 +27,19 @@ from pipelines.cli import terminal
 from pipelines.cli.hydra import command
 from pipelines.cli.terminal import say
 from pipelines.cluster import slurm, snapshot
-from pipelines.cluster.jobs import Job, Submitted, now
+from pipelines.cluster.jobs import Job, Submitted, in_flight, now, others
 from pipelines.execution.runner import store_argument
 from pipelines.planning import planner
 from pipelines.planning.planner import Cell, Plan
 from pipelines.planning.schema import ClusterConfig, minutes
 from pipelines.store import provenance
 from pipelines.store.cells import Store
-from pipelines.store.files import write_json
+from pipelines.store.files import make_folder, write_json
 from pipelines.store.lease import Process, held
 
 POLL_S = 2.0
 REPORT_MINUTES = 60
+NO_BOUND = 1_000_000  # requeues: they end when nothing grows any more (`worker.Work`)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def submit(plan: Plan, args: Sequence[str], console: Console) -> int:
     try:
         limits = _limits(cluster, plan.store.root)
         plan.store.prepare()
-        with held(sweep.lease, lambda: say(console, "waiting for another command that is submitting this sweep")):
+        with held(sweep.lease, lambda: say(console, "waiting for another command that is submitting into this store")):
             code = _submit(plan, sweep, cluster, limits, args, console)
         if code is not None:
             return code
@@ -94,30 +95,35 @@ def _submit(
 ) -> int | None:
     """Under the sweep's lease. Returns an exit code where there is nothing to wait for."""
     jobs = sweep.jobs()
-    live = sweep.live(jobs)
+    mine = sweep.live(jobs)
+    keys = {c.key for group in plan.groups for c in group}
+    # Workers on this machine share what there is by leases, whichever sweep they were started for.
+    elsewhere = [j for j in in_flight(others(sweep, keys)) if not (j.is_local and cluster.name == "local")]
+    live = [*mine, *(j for j in elsewhere if j.kind != "report")]
     count = cluster.shards or (workers(cluster) if cluster.name == "local" else 1)
     units, queued = _units(plan, live, count)
     if queued:
-        ids = ", ".join(dict.fromkeys(j.id.partition("_")[0] for j in live))
+        ids = ", ".join(dict.fromkeys(j.id.partition("_")[0] for j in live if keys & set(j.cells)))
         say(console, f"{len(queued)} cells are queued or running already (jobs {ids}): joined, not submitted twice")
     fresh = list({c.key: c for u in units for c in u.cells}.values())
     manifest = plan.store.manifest(plan.name)
-    manifest.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(manifest.parent)
     write_json(manifest, planner.manifest(plan, args, "run"))
-    if not fresh:
-        _next(plan, console)
-        return None
-    for line in plan.absent:
-        say(console, f"to be fetched by the jobs themselves, where they have internet: {line}")
-    calibrations = _calibrations(plan, fresh)
-    id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    code = _freeze(plan, sweep, id, cluster, count, fresh, calibrations, args)
-    forget(plan, fresh)
-    sweep.log.mkdir(parents=True, exist_ok=True)
-    if cluster.name == "local":
-        _start(sweep, id, code, fresh, jobs, console)
-    else:
-        _Slurm(sweep, id, cluster, limits, code, jobs, live).submit(units, calibrations, fresh, console)
+    told = fresh
+    if not fresh and cluster.name == "slurm" and not any(j.kind == "report" for j in mine):
+        told = [c for group in plan.groups for c in group if c.key in queued]  # in other sweeps' jobs: a report is due
+    if told:
+        for line in plan.absent:
+            say(console, f"to be fetched by the jobs themselves, where they have internet: {line}")
+        calibrations = _calibrations(plan, fresh)
+        id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        code = _freeze(plan, sweep, id, cluster, count, told, calibrations, args)
+        forget(plan, fresh)
+        make_folder(sweep.log)
+        if cluster.name == "local":
+            _start(sweep, id, code, fresh, jobs, console)
+        else:
+            _Slurm(sweep, id, cluster, limits, code, jobs, live).submit(units, calibrations, told, console)
     _next(plan, console)
     return None
 
@@ -203,7 +209,7 @@ def _freeze(
     args: Sequence[str],
 ) -> Path:
     """Write the submission and the copy of the code; returns the copy."""
-    code = snapshot.take(sweep.folder / "code")
+    code = snapshot.take(sweep.folder / "code", snapshot.plugins(c.point.config for c in cells))
     snapshot.record_difference(sweep.folder / "diff.patch")
     frozen = []
     for cell in cells:
@@ -220,7 +226,7 @@ def _freeze(
             }
         )
     path = sweep.submission(id)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_json(
         path,
         {
@@ -289,19 +295,19 @@ class _Slurm:
             if isinstance(e, FailedJobError):
                 raise slurm.failure(str(e), "sbatch") from None
             raise
-        told = [
+        lines = [
             f"{kind}: {', '.join(_heads(j for j in self.made if j.kind == kind))}"
             for kind in ("calibrate", "run", "report")
             if any(j.kind == kind for j in self.made)
         ]
         tasks = sum(j.kind == "run" for j in self.made)
-        say(console, f"submitted to Slurm: {len(cells)} cells in {tasks} tasks; jobs {'; '.join(told)}")
+        say(console, f"submitted to Slurm: {len(cells)} cells in {tasks} tasks; jobs {'; '.join(lines)}")
         say(console, "nothing here has to stay open")
 
     def _all(self, units: Sequence[Unit], calibrations: dict[str, Any], cells: Sequence[Cell]) -> None:
         from pipelines.cluster import worker
 
-        at = {j.calibration: j.id for j in self.live if j.kind == "calibrate"}
+        at = {j.calibration: j.id for j in self.live if j.kind == "calibrate" and not j.is_local}
         path = str(self.sweep.submission(self.id))
         for key, entry in calibrations.items():  # in an order in which each stands behind what it needs
             if key not in at:
@@ -329,8 +335,9 @@ class _Slurm:
                     [Job("", "run", self.id, k, None, (u.shard,), count) for k, u in zip(keys, part, strict=True)],
                     depends,
                 )
-        ends = _heads([*self.made, *(j for j in self.live if j.kind != "report" and not j.is_local)])
         everything = tuple(c.key for c in cells)
+        shared = (j for j in self.live if j.kind != "report" and not j.is_local and set(everything) & set(j.cells))
+        ends = _heads([*self.made, *shared])
         report = [Job("", "report", self.id, everything)]
         self._jobs("report", [worker.Report(path)], report, f"afterany:{':'.join(ends)}", REPORT_MINUTES)
 
@@ -350,7 +357,8 @@ class _Slurm:
 
         c = self.cluster
         # submitit would write its own defaults for what is left out
-        executor = submitit.SlurmExecutor(self.sweep.log, c.requeues, python=f"{shlex.quote(sys.executable)} -P")
+        bound = NO_BOUND if c.requeues is None else c.requeues
+        executor = submitit.SlurmExecutor(self.sweep.log, bound, python=f"{shlex.quote(sys.executable)} -P")
         exports = [f"export {k}={shlex.quote(v)}" for k, v in snapshot.environment(self.code).items()]
         extra: dict[str, Any] = {"requeue": True, **(c.extra or {})}
         if depends and depends.startswith("afterok"):

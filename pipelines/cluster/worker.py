@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 
+BARREN = 2  # starts without anything new after which a job is not queued again
+
+
 class Stopped(BaseException):
     """This job is not queued again. Not an Exception: what is about one cell must not take it for the cell's."""
 
@@ -67,6 +70,10 @@ class Work:
         """The cells that this job is about."""
         return [c["key"] for c in frozen["cells"]]
 
+    def progress(self, frozen: dict[str, Any], store: Store) -> dict[str, int]:
+        """What there is of its work: as long as it grows from start to start, the job is queued again."""
+        return {k: _count(store, k) for k in self.keys(frozen)}
+
     def work(self, frozen: dict[str, Any], job: str, log: str) -> bool:
         """Do it. False where something has failed or is blocked."""
         raise NotImplementedError
@@ -86,14 +93,17 @@ class Work:
         log, frozen = str(environment.paths.stdout), read_json(Path(self.submission))
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         store = Store(Path(frozen["store"]))
-        keys = self.keys(frozen)
-        have = {k: _count(store, k) for k in keys} if self.kind != "report" else {}
-        started = Started(job, self.kind, Process.of(os.getpid()), time.time(), have, log, restarts)
+        have = self.progress(frozen, store)
+        before = self.sweep.started_of(job) if restarts else None
+        barren = before.barren + 1 if before is not None and sum(have.values()) <= sum(before.have.values()) else 0
+        started = Started(job, self.kind, Process.of(os.getpid()), time.time(), have, log, restarts, barren=barren)
         self.sweep.write_started(started)
         ended = "killed"
         try:
             with _unswallowed():
-                if restarts > frozen["requeues"]:
+                if barren >= BARREN:
+                    raise Stopped(f"{BARREN} starts in a row ended without anything new; the time limit is too short")
+                if frozen["requeues"] is not None and restarts > frozen["requeues"]:
                     raise Stopped(f"queued again {restarts} times, cluster.requeues allows {frozen['requeues']}")
                 refuse_other_code(self.submission, frozen)
                 ended = "done" if self.work(frozen, job, log) else "incomplete"
@@ -150,6 +160,11 @@ class Calibrate(Work):
         """A cell whose configuration describes the artefact."""
         return [frozen["calibrations"][self.key]["cell"]]
 
+    def progress(self, frozen: dict[str, Any], store: Store) -> dict[str, int]:
+        """Bytes in its folder: what a long calibration saves as it goes."""
+        files = (p for p in store.calibration(self.key).rglob("*") if p.is_file())
+        return {f"calibration-{self.key}": sum(p.stat().st_size for p in files)}
+
     def ends(self, frozen: dict[str, Any]) -> list[str]:
         return [f"calibration-{self.key}"]
 
@@ -201,7 +216,10 @@ class Run(Work):
         for cell in plan.cells:
             ended(cell)
         shards = None if self.shard is None else [self.shard]
-        Runner(plan, library, terminal.console(), shards=shards, turn=self.turn, missing=missing, ended=ended).run()
+        Runner(
+            plan, library, terminal.console(), shards=shards, turn=self.turn, patient=shards is None,
+            missing=missing, ended=ended,
+        ).run()  # fmt: skip
         return not any(c.state in ("failed", "blocked") for c in plan.cells)
 
 
@@ -210,6 +228,10 @@ class Report(Work):
     """Writes down how every cell ended, and the sweep's tables and figures."""
 
     kind: ClassVar[Kind] = "report"
+
+    def progress(self, frozen: dict[str, Any], store: Store) -> dict[str, int]:
+        """It is short, and made again from the beginning."""
+        return {}
 
     def work(self, frozen: dict[str, Any], job: str, log: str) -> bool:
         from pipelines.cluster import status

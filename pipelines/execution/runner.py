@@ -82,7 +82,8 @@ class Runner:
     """The execution of a plan. Cells end `done`, `failed`, `blocked` or `infeasible`; one never takes others along.
 
     shards: do these only, others do the rest (None: all of them). turn: begin there in the list of units, so that
-    workers that share one list meet late. missing: says why an artefact is not there where this process is not the
+    workers that share one list meet late. patient: wait for cells that are in other hands; else leave them to those.
+    missing: says why an artefact is not there where this process is not the
     one to compute it. ended: told of every cell that ends without a result. done: told of every cell that has one now.
     """
 
@@ -94,11 +95,13 @@ class Runner:
         *,
         shards: Sequence[int] | None = None,
         turn: float = 0.0,
+        patient: bool = True,
         missing: Callable[[CalibrationNeed], str] | None = None,
         ended: Callable[[Cell], None] = lambda cell: None,
         done: Callable[[Cell], None] = lambda cell: None,
     ):
         self.plan, self.library, self.console = plan, library, console
+        self.patient = patient
         self.shards, self.turn, self.missing, self.ended, self.done = shards, turn, missing, ended, done
 
     def run(self) -> None:
@@ -110,6 +113,9 @@ class Runner:
             while waiting := [u for u in ((_running(group), index) for group, index in waiting) if u[0]]:
                 busy = [(self._take(group, index, advance), index) for group, index in waiting]
                 if (n := sum(len(group) for group, _ in busy)) == sum(len(group) for group, _ in waiting):
+                    if not self.patient:
+                        say(self.console, f"{n} of these cells are in another process's hands: left to it")
+                        break
                     if not told:  # all of it is in other hands
                         say(self.console, f"waiting for another process that is computing {n} of these cells")
                         told = True

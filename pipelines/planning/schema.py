@@ -56,7 +56,7 @@ class ClusterConfig(_Strict):
     memory: str | None = Field(default=None, pattern=r"^[1-9]\d*[KMGT]?$")
     time: int | str | None = None
     max_running: int | None = Field(default=None, ge=1)
-    requeues: int = Field(default=20, ge=0)
+    requeues: int | None = Field(default=None, ge=0)
     signal_delay: int = Field(default=120, ge=1, le=65_535)
     setup: list[str] | None = None
     extra: dict[str, str | int | float | bool] | None = None

@@ -122,7 +122,7 @@ def frozen(tmp_path: Path) -> tuple[Path, dict[str, Any], Plan]:
 
     plan = make_plan(tmp_path, stub.Library(), "method=1d,2d", "budget=10%", "cluster=local", "-m")
     sweep = Submitted(plan.store.sweep(plan.name))
-    cluster = ClusterConfig(name="local", wait=True, shards=2, workers=2)
+    cluster = ClusterConfig(name="local", wait=True, shards=2, workers=2, requeues=20)
     submit._freeze(plan, sweep, "one", cluster, 2, plan.cells, submit._calibrations(plan, plan.cells), ["a", "b c"])
     path = sweep.submission("one")
     return path, read_json(path), plan
