@@ -22,19 +22,32 @@ from moend.kernels import cpu, torch_ops
 from moend.kernels.entries import Entries, Held
 from moend.kernels.triton import launch as triton
 
-__all__ = ["Entries", "Held", "attention", "path"]
+__all__ = ["Entries", "Held", "attention", "describe", "path"]
 
 Path = Literal["triton", "cpu", "torch"]
 
 
-def path(device: torch.device, rows: int = 1, fused: bool = True, gradients: bool = False) -> Path:
+def path(device: torch.device, rows: int = 1, fused: bool = True, held: Held | None = None) -> Path:
     """The path of `rows` queries per KV head on this device.
 
-    fused: whether logits and probabilities may stay inside a kernel, as nobody changes or reads them.
+    fused: whether logits and probabilities may stay inside a kernel, as nobody changes or reads them. held: the
+    entries, where they are known: groups too small for tensor cores take the torch path.
     """
-    if fused and not gradients and triton.usable(device):
+    if fused and triton.available(device) is None and (held is None or triton.unreadable(held) is None):
         return "triton"
-    return "cpu" if not gradients and cpu.usable(device, rows) else "torch"
+    return "cpu" if cpu.usable(device, rows) else "torch"
+
+
+def describe(device: torch.device) -> str:
+    """One line that says which path decoding takes on this device, and why."""
+    taken = path(device)
+    if taken == "triton":
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        return f"attention over packed entries: triton, compute capability {major}.{minor}"
+    if taken == "cpu":
+        return "attention over packed entries: loops compiled by Numba"
+    missing = "numba is not installed: pip install 'moend[cpu]'" if device.type == "cpu" else triton.available(device)
+    return f"attention over packed entries: torch operations ({missing})"
 
 
 def attention(
@@ -56,7 +69,9 @@ def attention(
     """
     rows = query.shape[1]
     fused = change is None and not weights and one_token and sinks is None
-    taken = path(query.device, rows, fused, query.requires_grad and torch.is_grad_enabled())
+    taken: Path = "torch"  # whoever wants gradients gets them
+    if not (query.requires_grad and torch.is_grad_enabled()):
+        taken = path(query.device, rows, fused, held)
     if taken == "triton":
         return triton.decode(query, held), None
     flat = query.float().contiguous()

@@ -89,12 +89,10 @@ def _gpu_name(device: torch.device) -> str:
 
 
 def kernel(device: torch.device) -> str:
-    """The backend that computes attention over packed entries on a device: triton, compiled (for the CPU) or torch."""
-    from moend.kernels.triton import launch
+    """The path that computes attention over packed entries on a device: triton, cpu or torch."""
+    from moend import kernels
 
-    if launch.usable(device):
-        return "triton"
-    return "compiled" if device.type == "cpu" else "torch"
+    return kernels.path(device)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def store(kind, side: str, group: int, x: torch.Tensor, spare: int, heads: list[
 
 
 @st.composite
-def layers(draw, offset: float = 0.0):
+def layers(draw, kinds=KINDS, offset: float = 0.0):
     """(query, held) of a layer: stores of several kinds on each side, unequal lengths, holes, a newest part."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
     dim, v_group = draw(st.sampled_from([(16, 16), (64, 64), (128, 64), (96, 48), (80, 40), (64, 16)]))
@@ -55,12 +55,12 @@ def layers(draw, offset: float = 0.0):
         for part in (list(range(cut)), list(range(cut, heads))):
             if part and int(lengths[part].max()):
                 x = torch.randn(len(part), int(lengths[part].max()), dim) + (offset if side == "k" else 0)
-                kind, size = draw(st.sampled_from(KINDS)), group if side == "k" else v_group
+                kind, size = draw(st.sampled_from(kinds)), group if side == "k" else v_group
                 made = store(kind, side, size, x, spare, part, draw(st.booleans()))
                 made.lengths.copy_(lengths[part])
                 stores.append(made)
         sides.append(stores)
-    kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    kind = draw(st.sampled_from([k for k in kinds if not isinstance(k, int)]))
     newest = []
     for side in ("k", "v"):
         x, none = (torch.randn(heads, begin + new + 2, dim) + (offset if side == "k" else 0)).to(kind), torch.zeros(0)

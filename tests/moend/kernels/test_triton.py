@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +19,12 @@ from moend.cache.decode.attend import path
 from moend.cache.decode.eviction import DecodingLayer
 from moend.cache.layer_kv import LayerKV
 from moend.hf.attention import AttentionRule
-from moend.kernels import cpu
+from moend.kernels import Held, cpu, reference
+from moend.kernels import path as path_of
 from moend.kernels.triton import launch as kernel
+from tests.moend.kernels.test_kernels import layers, store
 
+INTERPRETED = [8, 4, 2, torch.float32, torch.float16]  # the interpreter knows no bfloat16 products
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -74,6 +82,55 @@ def test_equals_attention_written_out(held, dim, group, new, split):
                 for i, parts in enumerate(strands.rows()):
                     reference = naive(parts, query[i, :, 0] * dim**-0.5, group)
                     assert (ours[i] - reference).abs().max() < 1e-3
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layer=st.one_of(layers(INTERPRETED), layers(INTERPRETED, offset=100.0)),
+    split=st.sampled_from([64, 128]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_random_layers_to_a_thousandth_of_float64(layer, split, dtype):
+    """Any bits, scales moved, holes, unequal lengths, stores that differ on both sides, K channels of mean 100."""
+    query, held = layer
+    query = query.to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "SPLIT", split)
+        ours = kernel.decode(query, held)
+    right, _ = reference.attention(query, held)
+    assert (ours - right).abs().max() < 1e-3 + (right.abs().max() * 2**-10 if dtype is torch.float16 else 0)
+
+
+def test_entries_the_kernels_cannot_read_take_another_path(monkeypatch):
+    """K groups below what a tensor core instruction takes, V in too many pieces: the reason is said."""
+    monkeypatch.setattr(kernel, "CPU", True)
+    newest = tuple(store(torch.float32, side, 1, torch.randn(1, 8, 64), 0, [0]) for side in "kv")
+    hidden, lengths = torch.zeros(1, 40, dtype=torch.bool), torch.tensor([32])
+    for side, group, said in (("k", 8, "no multiple of 16"), ("v", 8, "more than 4 pieces")):
+        odd = store(8, side, group, torch.randn(1, 32, 64), 0, [0])
+        held = Held([odd] if side == "k" else [], [odd] if side == "v" else [], newest, hidden, lengths, 32, 0)
+        assert said in kernel.unreadable(held)
+        assert path_of(torch.device("cpu"), held=held) != "triton"
+    assert path_of(torch.device("cpu"), held=Held([], [], newest, hidden, lengths, 0, 0)) == "triton"
+
+
+def test_compiles_for_gpus_that_are_not_here():
+    """A few cases of `python -m perf.kernels`: shared memory, registers, tensor cores, loads."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "perf.kernels", "--first", "4", "--json"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(done.stdout)) == 4
+
+
+@pytest.mark.slow
+def test_compiles_for_every_pair_of_what_it_may_meet():
+    """The pairwise cases of `python -m perf.kernels`."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", "perf.kernels"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_one_token_is_its_own_value():
