@@ -34,7 +34,7 @@ def test_what_a_record_says() -> None:
     [
         ("device", "NVIDIA H200", "device: cpu (2), NVIDIA H200 (1)"),
         ("dtype", "bfloat16", "dtype: float32 (2), bfloat16 (1)"),
-        ("kernel", "triton", "kernel: compiled (2), triton (1)"),
+        ("kernel", "triton", "kernel: cpu (2), triton (1)"),
         ("commit", "b" * 40, "commit: aaaaaaaaaaaa (2), bbbbbbbbbbbb (1)"),
         ("dirty", True, "commit: aaaaaaaaaaaa (2), aaaaaaaaaaaa-dirty (1)"),
         ("commit", None, "commit: aaaaaaaaaaaa (2), unknown (1)"),
