@@ -129,9 +129,10 @@ def _summary(interval: Interval, n: int) -> dict[str, Any]:
     return {"score": interval.value, "low": interval.low, "high": interval.high, "n": n}
 
 
-def binary(values: Sequence[float]) -> bool:
+def binary(values: Sequence[float] | Floats) -> bool:
     """Whether all values are 0 or 1."""
-    return all(v in (0, 1) for v in values)
+    found = np.asarray(values)
+    return bool(((found == 0) | (found == 1)).all())
 
 
 def clusters(
@@ -157,9 +158,9 @@ def resampled(groups: list[Floats], seed: int, level: float, method: str, resamp
         return Interval(estimate, None, None)
     draws = np.zeros(resamples)
     sizes = tuple(len(g) for g in groups)
-    picks = _kept_picks if resamples * sum(sizes) <= BLOCK else _picks
-    for stratum, begin, rows in picks(sizes, seed, resamples):
-        draws[begin : begin + len(rows)] += groups[stratum][rows].mean(axis=1) / len(groups)
+    counts = _kept_counts if resamples * sum(sizes) <= BLOCK else _counts
+    for stratum, begin, taken in counts(sizes, seed, resamples):
+        draws[begin : begin + len(taken)] += taken @ groups[stratum] / (len(groups[stratum]) * len(groups))
     tail = (1 - level) / 2
     shares = np.array([tail, 1 - tail])
     if method == "bca":
@@ -168,19 +169,21 @@ def resampled(groups: list[Floats], seed: int, level: float, method: str, resamp
     return Interval(estimate, float(low), float(high))
 
 
-def _picks(sizes: Sequence[int], seed: int, resamples: int) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
-    """Which examples each resample takes: (stratum, the first resample, rows of indices), a block at a time."""
+def _counts(sizes: Sequence[int], seed: int, resamples: int) -> Iterator[tuple[int, int, Floats]]:
+    """How often each resample takes each example: (stratum, the first resample, rows of counts), a block at a time."""
     rng = np.random.default_rng(seed)
     for stratum, n in enumerate(sizes):
         step = max(1, BLOCK // n)
         for begin in range(0, resamples, step):
-            yield stratum, begin, rng.integers(n, size=(min(step, resamples - begin), n))
+            rows = min(step, resamples - begin)
+            picks = rng.integers(n, size=(rows, n)) + n * np.arange(rows)[:, None]
+            yield stratum, begin, np.bincount(picks.ravel(), minlength=rows * n).reshape(rows, n).astype(np.float64)
 
 
 @functools.lru_cache(maxsize=2)
-def _kept_picks(sizes: tuple[int, ...], seed: int, resamples: int) -> list[tuple[int, int, npt.NDArray[np.int64]]]:
-    """`_picks`, kept: the hundreds of differences of a table are over equally many examples."""
-    return list(_picks(sizes, seed, resamples))
+def _kept_counts(sizes: tuple[int, ...], seed: int, resamples: int) -> list[tuple[int, int, Floats]]:
+    """`_counts`, kept: the hundreds of differences of a table are over equally many examples."""
+    return list(_counts(sizes, seed, resamples))
 
 
 def _bca(groups: list[Floats], draws: Floats, estimate: float, shares: Floats) -> Floats:

@@ -47,7 +47,11 @@ def paired_bootstrap(
     """
     if len(a) != len(b):
         raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
-    groups = clusters([x - y for x, y in zip(a, b, strict=True)], ids, strata)
+    return _paired(clusters([x - y for x, y in zip(a, b, strict=True)], ids, strata), seed, level, resamples)
+
+
+def _paired(groups: list[Floats], seed: int, level: float, resamples: int) -> Difference:
+    """`paired_bootstrap` of the differences of examples, task by task."""
     p, n = _sign_flips(groups, seed, resamples), sum(map(len, groups))
     if all(np.ptp(g) == 0 for g in groups):
         return Difference(float(np.mean([g.mean() for g in groups])), None, None, p, n, "sign flips")
@@ -69,14 +73,14 @@ def paired_share(first: int, second: int, n: int, level: float = 0.95) -> Interv
     return Interval((first - second) / n, max(p - q - half, -1.0), min(p - q + half, 1.0))
 
 
-def mcnemar_exact(a: Sequence[float], b: Sequence[float]) -> float:
+def mcnemar_exact(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> float:
     """Two-sided exact McNemar test of two 0/1 series on the same examples: a sign test of the discordant pairs."""
     if len(a) != len(b):
         raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
     if not binary(a) or not binary(b):
         raise ValueError("McNemar's test is for scores of 0 and 1")
-    first = sum(x > y for x, y in zip(a, b, strict=True))
-    second = sum(x < y for x, y in zip(a, b, strict=True))
+    x, y = np.asarray(a), np.asarray(b)
+    first, second = int((x > y).sum()), int((x < y).sum())
     n, few = first + second, min(first, second)
     tail = sum(math.comb(n, i) for i in range(few + 1))
     return min(1.0, 2 * tail / 2**n)
@@ -92,37 +96,56 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+@dataclass(frozen=True)
+class Examples:
+    """The examples of a cell: compared with many others, they are read once."""
+
+    keys: tuple[tuple[str, str], ...]  # task and id, in the order of the records
+    means: Floats  # over the draws of each example
+    records: int  # draws of all examples
+
+
+def examples(records: Iterable[Mapping[str, Any]], field: str = "score") -> Examples:
+    """The examples of records as for `summarise`, with the mean of a field over their draws."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for r in records:
+        found.setdefault((r["task"], r["id"]), []).append(float(r[field]))
+    means = np.array([sum(v) / len(v) for v in found.values()])
+    if not np.isfinite(means).all():
+        raise ValueError(f"a {field} that is not finite")
+    return Examples(tuple(found), means, sum(map(len, found.values())))
+
+
 def compare(
-    a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]], *, seed: int = 0, level: float = 0.95
+    a: Iterable[Mapping[str, Any]] | Examples,
+    b: Iterable[Mapping[str, Any]] | Examples,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
 ) -> Difference:
     """Paired difference a - b of two cells on the same examples: paired bootstrap with the p-value of sign flips.
 
-    records as for `summarise`. Draws of an example are averaged. For 0/1 scores of one task with one draw each:
-    McNemar's exact test and the interval of `paired_share`.
+    Records as for `summarise`, or their `examples`. Draws of an example are averaged. For 0/1 scores of one task with
+    one draw each: McNemar's exact test and the interval of `paired_share`.
     ValueError where the two do not hold the same examples.
     """
-    left, n_left = _means(a)
-    right, n_right = _means(b)
-    if left.keys() != right.keys():
-        raise ValueError(
-            f"the cells share {len(left.keys() & right.keys())} of {len(left.keys() | right.keys())} examples"
-        )
-    keys = list(left)
-    x, y = [left[k] for k in keys], [right[k] for k in keys]
-    strata = [task for task, _ in keys]
-    one_draw = n_left == n_right == len(keys)
-    if one_draw and len(set(strata)) == 1 and binary(x) and binary(y):
-        only_x, only_y = (sum(p > q for p, q in pairs) for pairs in (zip(x, y, strict=True), zip(y, x, strict=True)))
-        share = paired_share(only_x, only_y, len(keys), level)
-        return Difference(share.value, share.low, share.high, mcnemar_exact(x, y), len(keys), "mcnemar")
-    return paired_bootstrap(x, y, keys, strata, seed=seed, level=level)
-
-
-def _means(records: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], float], int]:
-    sums: dict[tuple[str, str], list[float]] = {}
-    for r in records:
-        sums.setdefault((r["task"], r["id"]), []).append(float(r["score"]))
-    return {k: sum(v) / len(v) for k, v in sums.items()}, sum(map(len, sums.values()))
+    x, y = (c if isinstance(c, Examples) else examples(c) for c in (a, b))
+    theirs = y.means
+    if x.keys != y.keys:
+        place = {k: i for i, k in enumerate(y.keys)}
+        if place.keys() != set(x.keys):
+            both = len(place.keys() & set(x.keys))
+            raise ValueError(f"the cells share {both} of {len(place.keys() | set(x.keys))} examples")
+        theirs = y.means[[place[k] for k in x.keys]]
+    n, tasks = len(x.keys), [task for task, _ in x.keys]
+    if not n:
+        raise ValueError("no values")
+    strata = dict.fromkeys(tasks)
+    if x.records == y.records == n and len(strata) == 1 and binary(x.means) and binary(theirs):
+        share = paired_share(int((x.means > theirs).sum()), int((x.means < theirs).sum()), n, level)
+        return Difference(share.value, share.low, share.high, mcnemar_exact(x.means, theirs), n, "mcnemar")
+    difference, of = x.means - theirs, np.array(tasks)
+    return _paired([difference[of == task] for task in strata], seed, level, RESAMPLES)
 
 
 def _sign_flips(groups: list[Floats], seed: int, resamples: int) -> float:
@@ -148,5 +171,5 @@ def _signs(n: int, seed: int, resamples: int) -> Iterator[Floats]:
 
 @functools.lru_cache(maxsize=2)
 def _kept_signs(n: int, seed: int, resamples: int) -> list[Floats]:
-    """`_signs`, kept like `_kept_picks`."""
+    """`_signs`, kept like the counts of `bootstrap`."""
     return list(_signs(n, seed, resamples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from moend.errors import unknown
 from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import console, fit, say
 from pipelines.planning.identity import key
 from pipelines.reporting import tables
+from pipelines.reporting.figures import Picture
 from pipelines.reporting.tables import DELTA_TITLES, TITLES, ablations, notes
 from pipelines.results.deltas import Delta
 from pipelines.results.rescore import rescore_sweep
@@ -22,6 +25,9 @@ from pipelines.store import provenance
 from pipelines.store.cells import CorruptRecords, Store
 from pipelines.store.files import write_atomic
 
+FIGURES = ("shown", "all", "none")
+SHOWN = 2  # figures of each kind on the page: a sweep of 500 cells has dozens
+
 # What a narrow terminal leaves out, first to last: table.csv and the page have all of it.
 SPARE = ("tokens/s", "eq. 1", "full", "peak", "answer NLL", "compression", "question")
 
@@ -29,15 +35,16 @@ __all__ = ["Row", "compared", "main", "notes", "rows", "show", "show_deltas", "w
 
 USAGE = """A sweep as one page with tables and figures, from its files alone.
 
-  python -m pipelines.report [sweep=latest] [paths.store=outputs] [rescore=false]
+  python -m pipelines.report [sweep=latest] [paths.store=outputs] [rescore=false] [figures=shown]
 
   sweep        name of a sweep that was run, or latest
   paths.store  where it was run
   rescore      true: compute the scores again from the records, without model or network
+  figures      shown: those on the page, the first of each kind, as PNG; all: every one, as PNG and PDF; none
 
 Writes to <store>/reports/<sweep>/: index.html, one file that needs nothing else (published numbers beside ours, where a
 paper has them); table.csv, tasks.csv, deltas.csv (paired differences of all methods), published.csv, table.md,
-tables.tex; every figure as PNG and PDF. A sweep that is not complete gives a partial report that says so.
+tables.tex; the figures. A sweep that is not complete gives a partial report that says so.
 Exit codes: 0 complete, 2 a mistake in the command, 3 some cells are incomplete."""
 
 
@@ -63,7 +70,7 @@ def show(store: Store, name: str, to: Console) -> list[Row]:
             table.add_row(*(cells[i] for i in kept))
         to.print(table)
         if gone := [t for i, t in enumerate(TITLES) if i not in kept]:
-            say(to, f"for want of room without: {', '.join(gone)}")
+            say(to, f"the terminal has no room for: {', '.join(gone)}")
     for line in notes(found):
         say(to, line)
     if did := tables.diagnosed(found):
@@ -92,10 +99,14 @@ def show_deltas(found: Sequence[Delta], to: Console) -> None:
     to.print(table)
 
 
-def write(store: Store, name: str, differences: Sequence[Delta], *, again: bool = True) -> list[Path]:
+def write(
+    store: Store, name: str, differences: Sequence[Delta], *, again: bool = True, drawn: str = "shown"
+) -> list[Path]:
     """Write the page, the tables and the figures; returns their paths, the page first.
 
     again: False leaves the files of a report alone that was made of the very same results by the same code.
+    drawn: `shown` draws the figures that the page shows, the first of each kind, as PNG; `all` draws every one, as PNG
+        and PDF; `none` draws none.
     """
     manifest = store.read_manifest(name)
     sweep = Sweep(store, manifest, rows(store, manifest), differences)
@@ -119,15 +130,22 @@ def write(store: Store, name: str, differences: Sequence[Delta], *, again: bool 
     }
     for file, text in files.items():
         write_atomic(folder / file, text)
-    drawn = []
-    for picture in figures.pictures(sweep):
-        path = folder / f"{picture.name}.png"
-        if picture.draw(path):
-            drawn.append((picture, path))
+    pictures, more = figures.first(sweep, {"shown": SHOWN, "none": 0}.get(drawn))
+    made_of_them: list[tuple[Picture, Path]] = []
+    on_page: list[tuple[Picture, Path]] = []
+    for old in [*folder.glob("*.png"), *folder.glob("*.pdf")]:
+        old.unlink()  # of an earlier report: other cells may have been complete then
+    with figures.only_png() if drawn == "shown" else contextlib.nullcontext():
+        for picture in pictures:
+            path = folder / f"{picture.name}.png"
+            if picture.draw(path):
+                shown = sum(p.kind == picture.kind for p, _ in made_of_them)
+                made_of_them.append((picture, path))
+                on_page += [(picture, path)] if shown < SHOWN else []
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    write_atomic(folder / "index.html", page.page(sweep, published, drawn, files, made))
+    write_atomic(folder / "index.html", page.page(sweep, published, on_page, more, files, made))
     write_atomic(stamp, made_of)
-    return [folder / "index.html", *(folder / file for file in files), *(path for _, path in drawn)]
+    return [folder / "index.html", *(folder / file for file in files), *(path for _, path in made_of_them)]
 
 
 def _fingerprint(sweep: Sweep) -> str:
@@ -143,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: list[str]) -> int:
     try:
-        values = parse(args, {"sweep": "latest", "rescore": "false", **store_default()})
+        values = parse(args, {"sweep": "latest", "rescore": "false", "figures": "shown", **store_default()})
+        if values["figures"] not in FIGURES:
+            raise unknown("choice of figures", values["figures"], FIGURES)
         store, to = Store(store_path(values)), console()
         manifest = store.read_manifest(values["sweep"])
         if values["rescore"] == "true":
@@ -154,7 +174,7 @@ def _main(args: list[str]) -> int:
         found = show(store, manifest["name"], to)
         differences = compared(store, found)
         show_deltas(differences, to)
-        for path in write(store, manifest["name"], differences):
+        for path in write(store, manifest["name"], differences, drawn=values["figures"]):
             say(to, str(path))
         missing = [r for r in found if r.state.startswith(GONE)]
         if missing:

@@ -20,7 +20,7 @@ from pipelines.results.sweep import Row, Sweep
 HEADER = (
     "model", "benchmark", "question", "method", "budget", "variant", "score", "low", "high", "metric", "answer_nll",
     "token_accuracy", "n", "samples", "extraction_rate", "eq1_bytes", "resident_bytes", "resident_bytes_peak",
-    "full_bytes", "compression", "tokens_per_second", "fused", "key", "state",
+    "full_bytes", "compression", "tokens_per_second", "fused", "mixed", "key", "state",
 )  # fmt: skip
 TASK_HEADER = (
     "model", "benchmark", "question", "method", "budget", "variant", "task", "metric", "score", "low", "high", "n",
@@ -45,9 +45,10 @@ DELTA_TITLES = ("benchmark", "question", "budget", "difference", "score [95 % in
 
 def values(row: Row) -> list[Any]:
     """A cell's line of table.csv."""
-    names = HEADER[6:-2]
+    names = HEADER[6:-3]
     renamed = {"low": "score_low", "high": "score_high"}
     found = [None] * len(names) if row.result is None else [row.result[renamed.get(n, n)] for n in names]
+    found.append("; ".join(marks(row)))
     return [row.info["model"], *row.columns, row.apart, *found, row.key, row.state]
 
 
@@ -61,7 +62,7 @@ def cells(row: Row) -> list[str]:
     nll = "" if r["answer_nll"] is None else f"{r['answer_nll']:.3f}"
     return [
         *head,
-        " ".join([f"{r['score']:.3f} {bounds(r['score_low'], r['score_high'])}", *remarks(r)]),
+        " ".join([f"{r['score']:.3f} {bounds(r['score_low'], r['score_high'])}", *remarks(r), *_short(row)]),
         nll,
         size(r["eq1_bytes"]),
         size(r["resident_bytes"]),
@@ -70,6 +71,10 @@ def cells(row: Row) -> list[str]:
         f"{r['compression']:.2f}x",
         speed,
     ]
+
+
+def _short(row: Row) -> list[str]:
+    return [f"({m.partition(':')[0]})" for m in marks(row)]
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
@@ -93,11 +98,30 @@ def notes(found: Sequence[Row]) -> list[str]:
     lower = sorted({str(r["benchmark"]) for r in done if not r["higher_is_better"]})
     if lower:
         lines.append(f"lower is better: {', '.join(lower)}")
+    if told := marked(found):
+        lines.append(told)
     if done and len(done) == len(found) and not any(r["compressed"] for r in done):
         lines.append("nothing was dropped in this run: every prompt with its output fits the budget")
     if len({r["budget_protocol"] for r in done if r["budget_protocol"]}) > 1:
         lines.append("the table holds both budget protocols: rows marked (paper) use other bytes than matched rows")
     return lines
+
+
+def marks(row: Row) -> list[str]:
+    """What sets a complete cell's making apart: its records differ in device, dtype, kernel or commit; superseded."""
+    r = row.result or {}
+    found = ["mixed: " + "; ".join(r["mixed"])] if r.get("mixed") else []
+    return found + ([f"superseded: {r['superseded']}"] if r.get("superseded") else [])
+
+
+def marked(found: Sequence[Row]) -> str:
+    """How many cells bear such marks, in a sentence; empty where none does."""
+    each = [[m.partition(":")[0] for m in marks(row)] for row in found]
+    mixed, old = (sum(kind in m for m in each) for kind in ("mixed", "superseded"))
+    why = "their records come from several devices, number formats, kernels or commits"
+    told = [f"{mixed} of {len(found)} cells are mixed: {why}"] * bool(mixed)
+    told += [f"{old} of {len(found)} cells are superseded: newer code gives other numbers"] * bool(old)
+    return ". ".join(told) + "." * bool(told)
 
 
 _DIAGNOSED = {"gamma": 2, "anchors": 0, "replaced": 3, "routing_flips": 3}

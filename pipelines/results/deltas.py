@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from moend.statistics import Difference, compare, holm
+from moend.statistics import Difference, Examples, compare, examples, holm
 
 # MoE-nD, section 5.4: each step of the chain adds one routing dimension.
 ABLATIONS = {("2d", "2d_uniform"): "quant", ("2d_hetero", "2d"): "evict", ("2d_hetero", "1d"): "all"}
@@ -52,18 +52,19 @@ def deltas(cells: Sequence[Scored]) -> list[Delta]:
     Of two methods that were varied only equal variants are a pair; of one method all are.
     """
     found: list[Delta] = []
-    kept: dict[int, Records] = {}
+    kept: dict[int, tuple[Examples, Examples | None]] = {}
 
-    def records(cell: Scored) -> Records:
+    def read(cell: Scored) -> tuple[Examples, Examples | None]:
+        """Scores and, where every record has one, answer NLLs: what is compared many times is read once."""
         if id(cell) not in kept:
-            kept[id(cell)] = cell.records()
+            records = cell.records()
+            nll = all(r["answer_nll"] is not None for r in records)
+            kept[id(cell)] = examples(records), examples(records, "answer_nll") if nll else None
         return kept[id(cell)]
 
     for a, b in _pairs(cells):
-        x, y = records(a), records(b)
-        nll = None
-        if all(r["answer_nll"] is not None for r in (*x, *y)):
-            nll = compare(_as_score(x), _as_score(y))
+        (x, x_nll), (y, y_nll) = read(a), read(b)
+        nll = compare(x_nll, y_nll) if x_nll is not None and y_nll is not None else None
         group = b.group if a.is_full else a.group
         named = ABLATIONS.get((a.method, b.method), "") if a.own == b.own else ""
         found.append(Delta(group, a.name, b.name, named, compare(x, y), nll))
@@ -82,7 +83,3 @@ def _pairs(cells: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
         backwards = (b.method, a.method) in ABLATIONS or a.is_full
         out.append((b, a) if backwards else (a, b))
     return out
-
-
-def _as_score(records: Records) -> Records:
-    return [{**r, "score": r["answer_nll"]} for r in records]

@@ -44,8 +44,8 @@ class Runs:
         self.store, self.monkeypatch, self.capsys = store, monkeypatch, capsys
         self.library = stub.install(monkeypatch)
         self.drawn = False
-        draw = figures.pictures
-        monkeypatch.setattr(figures, "pictures", lambda sweep: draw(sweep) if self.drawn else [])
+        draw = figures.first
+        monkeypatch.setattr(figures, "first", lambda sweep, most: draw(sweep, most) if self.drawn else ([], []))
         self.out = self.err = ""
 
     def __call__(self, *args: str, main: Any = run.main) -> int:
@@ -68,7 +68,7 @@ def no_figures() -> Callable[[], AbstractContextManager[None]]:
     @contextlib.contextmanager
     def left_out() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(figures, "pictures", lambda sweep: [])
+            patch.setattr(figures, "first", lambda sweep, most: ([], []))
             yield
 
     return left_out

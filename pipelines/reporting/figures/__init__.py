@@ -7,9 +7,11 @@ on the page. What a module draws, and `calibrate` or a script may call by itself
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,20 +32,40 @@ class Picture:
     title: str
     caption: str
     draw: Callable[[Path], bool]
+    kind: str = ""  # the module that made it
 
 
-def pictures(sweep: Sweep) -> list[Picture]:
-    """All figures of a sweep, module by module in their order; two of one name are a mistake of their modules."""
+def first(sweep: Sweep, most: int | None) -> tuple[list[Picture], list[str]]:
+    """The figures of a sweep, module by module in their order, and the kinds (modules) of which there are more.
+
+    most: figures of each kind; None: all of them. Two figures of one name are a mistake of their modules.
+    """
     modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
     modules.sort(key=lambda m: (getattr(m, "ORDER", 50), m.__name__))
     found: list[Picture] = []
-    for module in modules:
+    more = []
+    for module in modules if most != 0 else ():
         if (make := getattr(module, "pictures", None)) is not None:
-            found += make(sweep)
+            kind = module.__name__.rpartition(".")[2]
+            made = iter(make(sweep))  # what is not asked for is not even prepared
+            found += [replace(p, kind=kind) for p in itertools.islice(made, most)]
+            more += [kind.replace("_", " ")] * (next(made, None) is not None)
     names = [p.name for p in found]
     if twice := {n for n in names if names.count(n) > 1}:
         raise ValueError(f"figures share a name: {', '.join(sorted(twice))}")
-    return found
+    return found, more
+
+
+def pictures(sweep: Sweep) -> list[Picture]:
+    """All figures of a sweep."""
+    return first(sweep, None)[0]
+
+
+def only_png() -> AbstractContextManager[None]:
+    """Inside, figures are drawn as PNG alone."""
+    from pipelines.reporting.figures import style
+
+    return style.only(".png")
 
 
 def safe(*parts: str) -> str:

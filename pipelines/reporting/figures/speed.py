@@ -170,10 +170,11 @@ def draw_peaks(panels: Sequence[tuple[str, Sequence[Point]]], path: Path) -> boo
     ):
         for axis, (title, points) in zip(axes.flat, panels, strict=False):
             methods = list(dict.fromkeys(p.method for p in points))
-            for i, p in enumerate(points):
-                colour, marker = style.look(p.method, methods)
-                axis.plot([0, p.peak], [i, i], color=colour, lw=1.2)
-                axis.plot(p.peak, i, color=colour, marker=marker, ls="")
+            for method in methods:  # a few artists in place of hundreds
+                colour, marker = style.look(method, methods)
+                at, peaks = zip(*((i, p.peak) for i, p in enumerate(points) if p.method == method), strict=True)
+                axis.hlines(at, 0, peaks, color=colour, lw=1.2)
+                axis.plot(peaks, at, color=colour, marker=marker, ls="")
             axis.set_yticks(range(len(points)), [p.name for p in points], fontsize=8)
             axis.set_ylim(len(points) - 0.5, -0.5)
             axis.set_xlim(left=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,18 +123,35 @@ def panel_title(result: Mapping[str, Any]) -> str:
     return f"{result['benchmark']}{question}{paper}"
 
 
+_kinds: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("kinds", default=(".png", ".pdf"))
+
+
+@contextlib.contextmanager
+def only(*kinds: str) -> Iterator[None]:
+    """Inside, `figure` writes files of these kinds only: a PDF takes as long as its PNG."""
+    before = _kinds.set(kinds)
+    try:
+        yield
+    finally:
+        _kinds.reset(before)
+
+
 @contextlib.contextmanager
 def figure(path: Path, width: float, height: float, **grid: Any) -> Iterator[tuple[Any, Any]]:
-    """`with figure(path, w, h, nrows=.., ncols=..) as (fig, axes)`: styled, saved as PNG and PDF at the end, closed."""
+    """`with figure(path, w, h, nrows=.., ncols=..) as (fig, axes)`: styled, saved at the end, closed.
+
+    Saved as PNG and PDF, where `only` does not say otherwise.
+    """
     with plt.rc_context(SETTINGS):
         fig, axes = plt.subplots(figsize=(width, height), squeeze=False, layout="constrained", **grid)
         try:
             yield fig, axes
             path.parent.mkdir(parents=True, exist_ok=True)
-            fig.draw_without_rendering()
+            fig.get_layout_engine().execute(fig)
             fig.set_layout_engine("none")  # laid out and measured once, for both files
             box = fig.get_tightbbox().padded(0.08)
-            for kind, said in ((".png", None), (".pdf", {"CreationDate": None})):
+            for kind in _kinds.get():
+                said = {"CreationDate": None} if kind == ".pdf" else None
                 target = path.with_suffix(kind)
                 temp = path.with_name(
                     f".{path.stem}.{secrets.token_hex(4)}.tmp{kind}"

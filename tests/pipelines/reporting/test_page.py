@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from perf import report as perf
 from perf.report import build
 from pipelines.reporting import report
 from pipelines.store.cells import Store
+from pipelines.store.files import read_json, write_json
 from tests import browser as driver
 
 CHAIN = ("1d", "2d_uniform", "2d", "2d_hetero", "SnapKV")
@@ -60,7 +62,7 @@ def test_the_page_holds_all_it_needs(made: Path) -> None:
     assert all(r.startswith(("data:", "#")) for r in page.references)
     assert {r[1:] for r in page.references if r.startswith("#")} <= page.ids
     assert "@import" not in text and "url(" not in text
-    assert page.tags.count("img") == len(list(made.glob("*.png"))) == len(list(made.glob("*.pdf"))) > 3
+    assert page.tags.count("img") == len(list(made.glob("*.png"))) > 3
 
 
 def test_texts_of_the_sweep_stay_texts(made: Path) -> None:
@@ -78,6 +80,51 @@ def test_a_partial_report_says_so_everywhere(made: Path) -> None:
     assert "needs 12% &lt;or more&gt;" in text
     assert "Partial: 1 of 11 cells" in (made / "table.md").read_text(encoding="utf-8")
     assert "Partial: 1 of 11 cells" in (made / "tables.tex").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_mixed_and_superseded_cells_are_marked(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    cells = sweep(store)
+    for i, marks in ((1, {"mixed": ["device: cpu (30), <gpu> (10)"]}), (2, {"superseded": "engine 1, now 2"})):
+        path = store.cell(cells[i]["key"]).folder / "result.json"
+        write_json(path, read_json(path) | marks)
+    text = report.write(store, "made_up", [])[0].read_text(encoding="utf-8")
+    assert "1 of 11 cells are mixed" in text and "1 of 11 cells are superseded" in text
+    assert 'title="mixed: device: cpu (30), &lt;gpu&gt; (10)"' in text
+    assert text.count("(mixed)") == 1  # in the list of all cells
+    assert "mixed: device: cpu (30), <gpu> (10)" in (store.report("made_up") / "table.csv").read_text(encoding="utf-8")
+    assert "(superseded)" in (store.report("made_up") / "table.md").read_text(encoding="utf-8")
+
+
+def test_figures_are_drawn_where_they_are_shown_or_asked_for(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    cells = [{"method": m, "budget": "0.1r", "benchmark": f"text{i}"} for i in range(4) for m in ("1d", "SnapKV")]
+    build(store, cells, examples=3)
+    folder = store.report("made_up")
+    text = report.write(store, "made_up", [])[0].read_text(encoding="utf-8")
+    kept = sorted(p.name for p in folder.glob("kept_tokens*.png"))
+    assert len(kept) == report.SHOWN and not list(folder.glob("*.pdf"))
+    assert "There are more of: kept tokens. This command draws all of them" in text and "figures=all" in text
+    assert report.main([f"paths.store={store.root}", "figures=none"]) == 0
+    assert not list(folder.glob("*.png"))
+    report.write(store, "made_up", [], drawn="all")
+    assert len(list(folder.glob("kept_tokens*.png"))) == 4
+    assert len(list(folder.glob("*.pdf"))) == len(list(folder.glob("*.png")))
+    assert (folder / "index.html").read_text(encoding="utf-8").count('id="figure-kept_tokens') == report.SHOWN
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_long_reports_are_folded_and_whole(tmp_path: Path) -> None:
+    """Every cell and difference is on the page; tables that are long together are one archive."""
+    store = Store(tmp_path)
+    build(store, perf.cells(480), examples=2)
+    found = report.rows(store, store.read_manifest("latest"))
+    differences = report.compared(store, found)
+    text = report.write(store, "latest", differences)[0].read_text(encoding="utf-8")
+    assert text.count("<tr><td>text") == 480 + len(differences)
+    assert f"<summary>All {len(found)} cells</summary>" in text and "tables.zip" in text
+    assert len(text) < 6 * 2**20
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -92,7 +92,7 @@ def test_a_module_with_pictures_is_found(sweep: Sweep, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pipelines.reporting.figures.zzz", module)
     (tmp_path / "zzz.py").write_text("")
     monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(tmp_path)])
-    assert figures.pictures(sweep)[0] is picture
+    assert figures.pictures(sweep)[0].title == picture.title
     module.pictures = lambda sweep: [picture, picture]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="figures share a name: zzz"):
         figures.pictures(sweep)
