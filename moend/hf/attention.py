@@ -308,10 +308,12 @@ def _blocks(
                 logits.view(n, group, width, -1).masked_fill_(hidden, -torch.inf)
             else:
                 logits.view(n, group, width, -1)[..., -width:].masked_fill_(hidden[..., -width:], -torch.inf)
-            torch.softmax(logits, dim=-1, dtype=torch.float32, out=shares)
+            rest = None  # what sinks leave to the entries; logits and shares may be the same memory
             if sinks is not None:
-                total_of = torch.logsumexp(logits.float(), dim=-1).view(n, group, width, 1)
-                shares.view(n, group, width, -1).mul_(torch.sigmoid(total_of - sinks[mine]))
+                rest = torch.sigmoid(torch.logsumexp(logits.float(), dim=-1).view(n, group, width, 1) - sinks[mine])
+            torch.softmax(logits, dim=-1, dtype=torch.float32, out=shares)
+            if rest is not None:
+                shares.view(n, group, width, -1).mul_(rest)
             if accumulated:
                 ones = shares.new_ones(n, 1, group * width) if counts is None else counts.reshape(n, 1, -1).float()
                 total[mine, :, first:seen].baddbmm_(ones, shares)

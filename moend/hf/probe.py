@@ -72,20 +72,21 @@ def _look(model: Any) -> Shape:
     name, arch, turn = type(model).__name__, arch_of(model.config), Turn()
     layers = [_Look(turn) for _ in range(arch.layers)]
     ids = torch.ones(1, 2, dtype=torch.long, device=model.device)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    at = torch.arange(2, device=model.device)[None]
     with attention_of(model):
         try:
-            decoder_of(model)(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                use_cache=True,
-                **{cache_argument(model): Cache(layers=layers)},
-            )
+            cache = {cache_argument(model): Cache(layers=layers)}
+            ours = decoder_of(model)(**given, position_ids=at, use_cache=True, **cache)[0]
             turn.ended()
+            own = decoder_of(model)(**given, use_cache=False)[0]
         except UserError as e:
             raise UserError(f"{name} is not supported: {e}") from None
         except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as e:
             why = (str(e).splitlines() or [type(e).__name__])[0]
             raise UserError(f"{name} is not supported: it does not run with moend's attention ({why})") from e
+    if not torch.allclose(own.float(), ours.float(), atol=1e-2 * float(own.float().abs().max())):
+        raise UserError(f"{name} is not supported: it does not count positions from 0")
     rules = []
     for index, layer in enumerate(layers):
         if layer.held is None or layer.rule is None:
