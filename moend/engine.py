@@ -28,6 +28,7 @@ from moend.hf.shape import text_config
 from moend.methods.bind import BoundMethod
 from moend.models.load import LoadedModel
 from moend.replay import OBSERVATIONS, RECONSTRUCTING, ROUTING, Replay, diagnose, routing_flips
+from moend.version import ENGINE_VERSION
 
 
 def stable_seed(*parts: Any) -> int:
@@ -49,6 +50,9 @@ def rotations(model: Any) -> list[Rotary]:
 def _head_positions(parts: Sequence[LayerKV]) -> list[Tensor]:
     """Positions that each KV head of a layer holds."""
     return [p for row in parts for p in torch.atleast_2d(row.true_positions()).expand(row.heads, -1)]
+
+
+__all__ = ["ENGINE_VERSION", "GREEDY", "Engine", "Generation", "Job", "Outcome"]
 
 
 @dataclass

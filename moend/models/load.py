@@ -222,6 +222,29 @@ def _device(spec: ModelSpec) -> torch.device:
     return device
 
 
+def resolve_dtype(spec: ModelSpec, cache_dir: Path, *, gpu: bool) -> str:
+    """What `dtype: auto` stands for: float32 for small models on a CPU, else the checkpoint's own type.
+
+    gpu: whether the model will run on one. Neither weights nor network are needed. bfloat16 where the checkpoint is not
+    on this machine or does not say: that is what the models of conf/model have.
+    """
+    if spec.dtype != "auto":
+        return spec.dtype
+    arch = spec.pinned_arch
+    folder = None if spec.source == "wheel" else folder_of(spec) if spec.source in ("fixture", "local") else None
+    if spec.source == "hub":
+        folder = hub.snapshot(spec, cache_dir)
+    config: dict[str, Any] = {}
+    if folder is not None and not spec.gguf_file and (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = config | config.get("text_config", {})
+        arch = arch or read_arch(spec, cache_dir)
+    if not gpu and arch is not None and 14 * arch.layers * (arch.q_heads * arch.head_dim) ** 2 < SMALL:
+        return "float32"
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return name if name in ("float32", "float16") else "bfloat16"
+
+
 def _checkpoint_dtype(folder: Path, model: Any, gguf_file: str | None) -> torch.dtype | None:
     """The dtype written in the checkpoint's config (the loaded model may compute in another)."""
     import torch

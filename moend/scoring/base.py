@@ -50,6 +50,11 @@ class Scorer:
         return type(self).__module__.rpartition(".")[2]
 
     @property
+    def version(self) -> int:
+        """Goes up when the formula changes: a part of the keys of the cells that use it."""
+        return 1
+
+    @property
     def per_head(self) -> bool:
         """Whether KV heads have scores of their own. False: one score per token."""
         return True

@@ -215,7 +215,12 @@ def _freeze(
     for cell in cells:
         config = cell.point.config
         paths = {"store": str(cell.config.store), "cache": str(cell.config.cache)}
-        config = {**config, "paths": {**config["paths"], **paths}, "cluster": {**config["cluster"], "shards": count}}
+        config = {
+            **config,
+            "model": cell.config.model,
+            "paths": {**config["paths"], **paths},
+            "cluster": {**config["cluster"], "shards": count},
+        }
         frozen.append(
             {
                 "key": cell.key,

@@ -24,8 +24,10 @@ def record(
     tokenizer: Any,
     draw: int,
     rows: int,
+    made: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a cell keeps of one example and draw. rows: cells and draws that shared its prefill."""
+    """What a cell keeps of one example and draw. rows: cells and draws that shared its prefill.
+    made: where (`store.provenance`)."""
     if bench.kind == "nll":
         scored: dict[str, Any] = {"score": out.answer_nll, "answer": None}
     else:
@@ -66,6 +68,7 @@ def record(
         "diagnostics": out.diagnostics,
         "kept": _kept(out, rendered.ids, sample, tokenizer) if out.positions else None,
         "peak_bytes": out.peak_bytes,
+        "provenance": made,
         "timing": {
             "fused_rows": out.fused_rows,
             "group_prefill_seconds": out.prefill_seconds,

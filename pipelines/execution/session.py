@@ -14,6 +14,7 @@ from pipelines.planning.facts import Facts, Planner, bind_method, lengths
 from pipelines.planning.identity import canonical
 from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.schema import RunConfig
+from pipelines.store.provenance import provenance
 
 if TYPE_CHECKING:
     from moend.benchmarks import Benchmark
@@ -106,6 +107,7 @@ class _Session:
         self.generation = Generation(g.max_new_tokens, g.temperature, g.top_p, g.samples)
         self.samples = {(s.task, s.id): s for s in bench.samples()}
         self.first = next(iter(self.samples))
+        self.made = provenance(config, loaded)
         self.bound: dict[str, BoundMethod] = {}
 
     def bind(self, key: str, config: RunConfig, facts: Facts, artefacts: dict[str, Path]) -> dict[str, Any] | None:
@@ -138,6 +140,6 @@ class _Session:
         )
         rows, tokenizer = len(jobs), self.loaded.tokenizer
         return [
-            record(out, self.bench, sample, rendered, self.bound[name], tokenizer, draw, rows)
+            record(out, self.bench, sample, rendered, self.bound[name], tokenizer, draw, rows, self.made)
             for (name, draw), out in zip(jobs, outcomes, strict=True)
         ]

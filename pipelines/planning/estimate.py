@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moend.budget import Arch
 from pipelines.cli.terminal import duration
+from pipelines.planning.facts import on_gpu
 from pipelines.store.cells import Store, parse_records
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def rough(cell: Cell) -> Speed | None:
     if arch is None:
         return None
     size = weights(arch)
-    if _gpu(cell):
+    if on_gpu(cell.config):
         name, (flops, bandwidth), width = "a GPU of 100 TFLOP/s and 1.5 TB/s", GPU, 2
     else:
         threads = os.cpu_count() or 1
@@ -124,12 +125,3 @@ def rough(cell: Cell) -> Speed | None:
 def weights(arch: Arch) -> float:
     """Parameters of the layers, roughly; a mixture of experts has more but uses about as many for a token."""
     return 14.0 * arch.layers * (arch.q_heads * arch.head_dim) ** 2
-
-
-def _gpu(cell: Cell) -> bool:
-    """Whether the work will be done on a GPU: here, or on a cluster's nodes."""
-    import torch
-
-    if str(cell.config.model.get("device", "auto")).startswith("cpu"):
-        return False
-    return torch.cuda.is_available() or str(cell.config.cluster.name) == "slurm"

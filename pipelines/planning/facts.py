@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from moend.budget import Arch, Budget
 from moend.errors import Blocked, Infeasible
+from moend.version import ENGINE_VERSION
 from pipelines.planning import parts
 from pipelines.planning.identity import canonical
 from pipelines.planning.needs import CalibrationNeed, needs
 from pipelines.planning.schema import RunConfig
+from pipelines.store.payload import text
 
 if TYPE_CHECKING:
     from moend.benchmarks import Benchmark
@@ -78,23 +80,43 @@ class Fetch:
     bring: Callable[[], object] = field(compare=False)
 
 
+_NOT_DESCRIBED = ("seed", "engine", "cluster", "tracking")
+
+
 class Planner:
     """Describes cells. Keeps what several cells of a plan share: specs, architectures, hashes, data."""
 
     def __init__(self) -> None:
         self._memo: dict[tuple[Any, ...], Any] = {}
 
+    def resolve(self, config: RunConfig) -> RunConfig:
+        """The configuration with what `model.dtype=auto` stands for where its work will be done.
+
+        Jobs get the resolved configuration, so that planning and computing mean the same key.
+        """
+        if config.model.get("dtype") != "auto":
+            return config
+        found = self._once(_dtype, config, by=(text(config.model), on_gpu(config), config.cache))
+        return config.model_copy(update={"model": {**config.model, "dtype": found}})
+
     def facts(self, config: RunConfig, choices: Mapping[str, str]) -> Facts:
         """Describe a cell. UserError for values the library refuses; blocked and infeasible are told, not raised.
 
-        A dry run asks no network: what is not here is `absent`, and named by what the configuration pins.
+        A dry run asks no network: what is not here is `absent`, and named by what the configuration pins. Cells that
+        differ in nothing but their seed and where they run have the same description.
         """
+        fields = (getattr(config, name) for name in RunConfig.model_fields if name not in _NOT_DESCRIBED)
+        by = (choices.get("benchmark"), *(repr(x) if isinstance(x, dict) else x for x in fields))
+        made: Facts = self._once(self._facts, config, choices, by=by)
+        return made
+
+    def _facts(self, config: RunConfig, choices: Mapping[str, str]) -> Facts:
         from moend.models import hub
         from moend.models import load as models
 
         spec, method, bench = parts.parts(config)
         made = method.make_scorer()
-        network, model = not config.dry_run, canonical(config.model)
+        network, model = not config.dry_run, text(config.model)
         missing = self._once(models.available, spec, config.cache, by=model)
         arch, unreadable = self._once(self._arch, spec, config.cache, missing, network, by=model)
         weights = self._once(models.identity, spec, config.cache, by=model, network=network)
@@ -102,6 +124,7 @@ class Planner:
             bench.check(arch, config.generation.max_new_tokens)
         expected, no_data, no_data_yet = self._once(_expected, bench, network)
         identity: dict[str, Any] = {"model": weights, "benchmark": identity_of(bench), "method": method.version}
+        identity |= {"engine": ENGINE_VERSION, "scorer": None if made is None else made.version}
         if missing and spec.source == "hub" and hub.is_off():
             unreadable = unreadable or missing
         infeasible = None
@@ -265,3 +288,23 @@ def _zeros(method: Method, arch: Arch, calibration: Calibration) -> dict[str, Ar
     tensors = {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
     tensors["heads"] = torch.zeros(arch.layers, arch.kv_heads, len(configs))
     return {kind: Artefact(kind, {}, tensors)}
+
+
+def on_gpu(config: RunConfig) -> bool:
+    """Whether the work will be done on a GPU: of this machine, or of a cluster's nodes."""
+    device = str(config.model.get("device", "auto"))
+    if device != "auto":
+        return not device.startswith("cpu")
+    if config.cluster.name == "slurm":
+        return config.cluster.gpus != 0
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _dtype(config: RunConfig) -> str:
+    """The type that a model computes in where none was asked for."""
+    from moend.models import load as models
+
+    spec, _, _ = parts.parts(config)
+    return models.resolve_dtype(spec, config.cache, gpu=on_gpu(config))

@@ -23,6 +23,7 @@ from pipelines.planning.estimate import estimate
 from pipelines.planning.facts import Facts, Planner
 from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.schema import RunConfig, validate
+from pipelines.store import provenance
 from pipelines.store.cells import CorruptRecords, RecordKey, Store
 
 State = Literal["done", "run", "blocked", "infeasible", "failed"]
@@ -41,6 +42,7 @@ class Cell:
     state: State
     reason: str = ""
     missing: tuple[RecordKey, ...] = ()  # records still to be computed
+    commit: str | None = None  # of the code that made the result of a cell that is done
 
     @property
     def expected(self) -> list[RecordKey]:
@@ -133,7 +135,7 @@ class Plan:
 
 def make_plan(points: Sequence[Point], library: Planner) -> Plan:
     """Type, identify and place every point. Raises UserError before anything is written."""
-    configs = [validate(p) for p in points]
+    configs = [library.resolve(validate(p)) for p in points]
     for shared in ("paths", "dry_run", "cluster", "tracking"):
         if any(getattr(c, shared) != getattr(configs[0], shared) for c in configs):
             raise UserError(f"{shared} must be the same for all points of a sweep")
@@ -173,8 +175,8 @@ def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:
     folder = store.cell(key)
     if folder.folder.exists() and (have := folder.payload()) is not None:
         identity.refuse_difference(have.get("payload"), payload, str(folder.folder / "payload.json"))
-    if folder.result() is not None:
-        cell.state = "done"
+    if (result := folder.result()) is not None:
+        cell.state, cell.commit = "done", result.get("commit")
     elif facts.infeasible:
         cell.state, cell.reason = "infeasible", facts.infeasible
     else:
@@ -227,6 +229,11 @@ def show(plan: Plan, console: Console, *, every_cell: bool) -> None:
     states = ", ".join(f"{plan.count(s)} {s}" for s in order if plan.count(s))
     twice = f" ({plan.duplicates} more points name a cell that is there already)" if plan.duplicates else ""
     say(console, f"{plan.name}: {len(plan.cells)} cells: {states}{twice}")
+    if others := sum(c.state == "done" and c.commit != provenance.commit() for c in plan.cells):
+        say(
+            console,
+            f"  {others} of {len(plan.cells)} cells: made by other code",
+        )
     for line in dict.fromkeys(c.facts.caution for c in plan.cells if c.facts.caution):
         say(console, f"  caution: {line}")
     for line in plan.absent:

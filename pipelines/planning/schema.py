@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -132,15 +133,40 @@ class RunConfig(_Strict):
     def _budget(cls, value: object) -> str:
         return str(Budget.parse(value))
 
-    @property
+    @functools.cached_property
     def store(self) -> Path:
         """Absolute path of the store, wherever the program was started."""
         return Path(self.paths.store).expanduser().absolute()
 
-    @property
+    @functools.cached_property
     def cache(self) -> Path:
         """Absolute path of the cache."""
         return Path(self.paths.cache).expanduser().absolute()
+
+
+_GROUPS = {
+    name: RunConfig.model_fields[name].annotation for name in ("generation", "engine", "cluster", "tracking", "paths")
+}
+
+
+def _typed(config: dict[str, Any]) -> dict[str, Any]:
+    """The groups that the points of a sweep have in common, typed once. A wrong one is left to the whole's error."""
+    return {name: made for name in _GROUPS if (made := _group(name, repr(config.get(name)), config)) is not None}
+
+
+_TYPED: dict[tuple[str, str], Any] = {}
+
+
+def _group(name: str, text: str, config: dict[str, Any]) -> Any:
+    if (name, text) not in _TYPED:
+        try:
+            made: Any = _GROUPS[name].model_validate(config.get(name))  # type: ignore[union-attr]
+        except ValidationError:
+            made = None
+        if len(_TYPED) > 1000:
+            _TYPED.clear()
+        _TYPED[name, text] = made
+    return _TYPED[name, text]
 
 
 def validate(point: Point) -> RunConfig:
@@ -148,7 +174,7 @@ def validate(point: Point) -> RunConfig:
     if isinstance(leftover := point.config.get("sweep"), str):
         raise unknown("sweep", leftover, sweeps())
     try:
-        return RunConfig.model_validate(point.config)
+        return RunConfig.model_validate(point.config | _typed(point.config))
     except ValidationError as e:
         first = e.errors()[0]
         key = ".".join(str(x) for x in first["loc"])

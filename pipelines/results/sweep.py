@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moend.version import ENGINE_VERSION
 from pipelines.cli.terminal import budget, question
 from pipelines.planning.identity import differences
 from pipelines.results.deltas import Delta, Scored, deltas
@@ -66,7 +67,9 @@ def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
         folder = store.cell(cell["key"])
         result = folder.result()
         agreement = cell["payload"]["calibrations"].get("agreement")
-        if result is not None and _quantised(result) and (why := broken(agreement)):
+        if result is not None and (made := engine_of(cell["payload"])) < ENGINE_VERSION:
+            state, result = f"superseded: made by engine {made}, this is {ENGINE_VERSION}; run its command again", None
+        elif result is not None and _quantised(result) and (why := broken(agreement)):
             state, result = f"not tabled: {why}", None
         elif result is not None:
             state = "done"
@@ -76,6 +79,11 @@ def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
             state = f"incomplete: {len(folder.done())} of {cell['info']['n_expected']} records"
         out.append(Row(cell["key"], cell["info"], cell["payload"], state, result))
     return _variants(out)
+
+
+def engine_of(payload: dict[str, Any]) -> int:
+    """The version of the engine that a cell is of; payloads from before it was in the key are of the first."""
+    return int(payload["facts"].get("engine", 1))
 
 
 def _quantised(result: dict[str, Any]) -> bool:

@@ -38,7 +38,28 @@ def _plain(value: Any, where: str) -> Any:
 
 def key(payload: Any) -> str:
     """The first 16 hex digits of the SHA-256 of the canonical JSON."""
-    return hashlib.sha256(canonical(payload).encode()).hexdigest()[:KEY_LENGTH]
+    if isinstance(payload, dict) and all(isinstance(k, str) for k in payload):
+        parts = (f"{json.dumps(k, ensure_ascii=False)}:{text(payload[k])}" for k in sorted(payload))
+        whole = "{" + ",".join(parts) + "}"
+    else:
+        whole = canonical(payload)
+    return hashlib.sha256(whole.encode()).hexdigest()[:KEY_LENGTH]
+
+
+_TEXTS: dict[str, str] = {}  # of mappings that many cells of a sweep have in common
+_REMEMBERED = 10_000
+
+
+def text(value: Any) -> str:
+    """`canonical`, computed once for a mapping however many cells have an equal one."""
+    if not isinstance(value, dict):
+        return canonical(value)
+    name = repr(value)
+    if name not in _TEXTS:
+        if len(_TEXTS) >= _REMEMBERED:
+            _TEXTS.clear()
+        _TEXTS[name] = canonical(value)
+    return _TEXTS[name]
 
 
 def differences(have: Any, need: Any, where: str = "") -> list[str]:

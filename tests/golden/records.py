@@ -422,6 +422,9 @@ def main() -> int:
         print(f"none of {len(new)} records changed")
     if version not in (None, engine_version()):
         print(f"engine version {version} -> {engine_version()}")
+    if changes and version == engine_version() and any(key in new for key in changes if key in old):
+        print(f"numbers changed: set ENGINE_VERSION in moend/version.py to {engine_version() + 1}, then run this again")
+        return 1
     if check:
         return int(bool(changes) or version != engine_version())
     write(new)

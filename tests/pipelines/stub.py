@@ -30,6 +30,9 @@ class Library:
         self.fail_method: str | None = None
         self.delay = float(os.environ.get("STUB_DELAY", "0"))
 
+    def resolve(self, config: RunConfig) -> RunConfig:
+        return config
+
     def facts(self, config: RunConfig, choices: dict[str, str]) -> Facts:
         method = config.method["name"]
         nll = choices["benchmark"] == "continuation"

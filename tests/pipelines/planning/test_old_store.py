@@ -1,0 +1,58 @@
+"""A store that the code before engine versions made: read, listed, and kept apart from cells of a newer engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipelines import report
+from pipelines.planning import planner
+from pipelines.planning.facts import Planner
+from pipelines.results import load, sweep
+from pipelines.store.cells import Store
+from tests.pipelines.conftest import compose_points
+
+OLD = Path(__file__).parents[2] / "fixtures" / "store_engine_1"
+COMMAND = [
+    *("model=recall_moe", "method=SnapKV,2d_uniform", "budget=25%", "benchmark=recall", "benchmark.limit=4"),
+    *("calibration=recall", "tracking=none", "dry_run=true", "-m"),
+]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A copy of the old store."""
+    shutil.copytree(OLD, tmp_path / "store")
+    return Store(tmp_path / "store")
+
+
+def test_old_cells_are_read_while_their_numbers_stand(
+    store: Store, monkeypatch: pytest.MonkeyPatch, undrawn: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "ENGINE_VERSION", 1)
+    assert report.main([f"paths.store={store.root}"]) == 0
+    found = sweep.rows(store, store.read_manifest("latest"))
+    assert {r.info["method"]: r.state for r in found} == {"SnapKV": "done", "2d_uniform": "done"}
+    assert all(r.result is not None and r.result["n_records"] == 20 for r in found)
+    assert len(sweep.compared(store, found)) == 1
+    assert len(load(store.root).cells) == 2
+
+
+def test_old_cells_are_marked_once_a_number_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "ENGINE_VERSION", 2)
+    found = sweep.rows(store, store.read_manifest("latest"))
+    assert all(r.state.startswith("superseded: made by engine 1, this is 2") and r.result is None for r in found)
+    assert sweep.compared(store, found) == []  # never compared or averaged with others
+
+
+def test_the_same_command_has_keys_of_its_own_now(store: Store) -> None:
+    plan = planner.make_plan(compose_points([f"paths.store={store.root}", *COMMAND]), Planner())
+    assert [c.state for c in plan.cells] == ["run", "run"]
+    assert not {c.key for c in plan.cells} & {p.name for p in (store.root / "cells").iterdir()}
+    for cell in plan.cells:
+        assert cell.payload["facts"]["engine"] >= 1
+        assert cell.payload["model"]["dtype"] == "float32"
+        assert '"auto"' not in json.dumps(cell.payload["model"])
