@@ -1,8 +1,8 @@
 """Loops that Numba compiles for attention on a CPU. `moend.kernels.cpu` explains them and is their only caller.
 
 Every entry point has one signature and works on a range of KV heads, so threads and processes share one compiled
-function, which Numba keeps on disk. Flat loops over contiguous memory become vector instructions; four or eight slots
-share one pass over the sums. Float16 numbers are looked up in a table, as CPUs without float16 vectors need.
+function, which Numba keeps on disk. Flat loops over contiguous memory become vector instructions; four slots share one
+pass over the sums. Float16 numbers are looked up in a table, as CPUs without float16 vectors need.
 """
 
 # mypy: ignore-errors
@@ -88,15 +88,13 @@ def dots(query, keys, base, out):
 
 @helper
 def weigh(p, values, w, out):
-    """Add sum_t p[t] values[t * w + c] to out[c]; p is 0 up to a multiple of eight slots."""
-    for t in range(0, p.size, 8):
-        p0, p1, p2, p3, p4, p5, p6, p7 = p[t], p[t + 1], p[t + 2], p[t + 3], p[t + 4], p[t + 5], p[t + 6], p[t + 7]
-        v = values[t * w :]
+    """Add sum_t p[t] values[t * w + c] to out[c]; p is 0 up to a multiple of four slots."""
+    for t in range(0, p.size, 4):
+        p0, p1, p2, p3 = p[t], p[t + 1], p[t + 2], p[t + 3]
+        # a slice for each slot: the compiler sees that they do not overlap
+        v0, v1, v2, v3 = values[t * w :], values[(t + 1) * w :], values[(t + 2) * w :], values[(t + 3) * w :]
         for c in range(out.size):
-            out[c] += (
-                p0 * v[c] + p1 * v[c + w] + p2 * v[c + 2 * w] + p3 * v[c + 3 * w]
-                + p4 * v[c + 4 * w] + p5 * v[c + 5 * w] + p6 * v[c + 6 * w] + p7 * v[c + 7 * w]
-            )  # fmt: skip
+            out[c] += p0 * v0[c] + p1 * v1[c] + p2 * v2[c] + p3 * v3[c]
 
 
 @compiled(FLOATS, *ENTRIES, FLOATS)
@@ -164,7 +162,7 @@ def mix(probs, x, kind, step, zero, group, scale_of, begin, to, lengths, at, fir
                     while low < end:  # channels of one bit field and one group
                         field = low // w
                         high = min(end, (field + 1) * w)
-                        weigh(folded[: (n + 7) // 8 * 8], values[field, low - field * w :], w, out[head, r, low:high])
+                        weigh(folded[: (n + 3) // 4 * 4], values[field, low - field * w :], w, out[head, r, low:high])
                         low = high
 
 
