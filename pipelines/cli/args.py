@@ -14,7 +14,7 @@ FLAGS = ("true", "false")
 
 def program(argv: Sequence[str] | None, usage: str, body: Callable[[list[str]], int]) -> int:
     """Run a program of key=value arguments. Returns its exit code; a user's mistake is one line and 2."""
-    from pipelines.cli.hydra import explain, read_enough
+    from pipelines.cli.hydra import code_of, explain, read_enough
 
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -28,7 +28,7 @@ def program(argv: Sequence[str] | None, usage: str, body: Callable[[list[str]], 
         if (line := explain(e, args)) is None:
             raise
         print(f"error: {line}", file=sys.stderr)
-        return 2
+        return code_of(e)
 
 
 def parse(argv: Sequence[str], defaults: Mapping[str, str]) -> dict[str, str]:

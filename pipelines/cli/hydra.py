@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moend import paths
@@ -79,7 +80,7 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
             if line is None:
                 return 1
             print(f"error: {line}", file=sys.stderr)
-            return 2
+            return code_of(e)
 
 
 PART = re.compile(r"\+*method\.(scorer|allocator)(\.[\w.]+)?=")
@@ -190,8 +191,18 @@ def explain(error: BaseException, args: Sequence[str]) -> str | None:
             return unknown_key(match[1], [*known, *others])
         return _one_line(error if str(error) else cause)
     if isinstance(error, OSError) and error.errno in _WRITING:
-        return f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        path = error.filename or "the output"
+        unread = error.errno in (errno.EACCES, errno.EPERM) and Path(path).is_file() and not os.access(path, os.R_OK)
+        return f"cannot {'read' if unread else 'write'} {path}: {error.strerror}"
     return None
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of an error that is told in one line: 1 for a full disk, which is nobody's mistake, else 2."""
+    return 1 if isinstance(error, OSError) and error.errno in _FULL else 2
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 _WRITING = (

@@ -197,11 +197,14 @@ RUN_ONLY_OVERRIDES = (
 
 
 def sweep_name(points: Sequence[Point], keys: Sequence[str]) -> str:
-    """A sweep file's name while nothing but run-only keys is overridden; else with 6 hex of its cells' keys."""
-    digest = identity.key(sorted(keys))[:6]
+    """A sweep file's name while nothing but run-only keys is overridden; else with 8 hex digits of its cells' keys.
+
+    The same cells have the same name on every day.
+    """
+    digest = identity.key(sorted(keys))[:8]
     named = points[0].choices.get("sweep")
     if not named:
-        return f"{time.strftime('%Y%m%d')}-{digest}"
+        return digest
     asked = {frozenset(o for o in p.overrides if not _run_only(o)) for p in points}
     return str(named) if asked == _points_of(str(named)) else f"{named}-{digest}"
 

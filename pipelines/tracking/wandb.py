@@ -275,8 +275,8 @@ def source(store: Store, item: Item, sweep: str, project: str, entity: str | Non
 
 
 def _of(sweep: str) -> list[str]:
-    """The tags of the published table and the paper a sweep belongs to, also with an axis replaced (<name>-<6 hex>)."""
-    table = re.sub(r"-[0-9a-f]{6}$", "", sweep)
+    """The tags of the published table and the paper a sweep belongs to, also with an axis replaced (<name>-<8 hex>)."""
+    table = re.sub(r"-[0-9a-f]{6,8}$", "", sweep)
     paper, underscore, _ = table.partition("_")
     return [f"table:{table}", f"paper:{paper}"] if underscore and table in sweep_files() else []
 

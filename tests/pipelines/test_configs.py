@@ -139,7 +139,7 @@ def test_a_full_disk_is_one_line_and_resumes(runs: Runs, monkeypatch: pytest.Mon
         return real(fd, data)
 
     monkeypatch.setattr(os, "write", write)
-    assert runs("method=1d") == 2
+    assert runs("method=1d") == 1
     assert "No space left on device" in runs.err
     assert runs.err.count("\n") == 1
     monkeypatch.setattr(os, "write", real)
