@@ -253,3 +253,20 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
     assert last_line(log) == "ValueError: x"
     log.write_text("x" * 20_000 + "\nend\n")
     assert last_line(log) == "end"
+
+
+@pytest.mark.req(7)
+def test_cells_in_another_sweeps_jobs_are_theirs(sweep: Sweep) -> None:
+    sweep.lose("1d", "SnapKV")
+    other = Submitted(sweep.store.sweep("other"))
+    other.folder.mkdir()
+    other.write_jobs([sweep.run_job("8", "1d")])
+    sweep.slurm(j8="PENDING|Priority")
+    assert {m: c.state for m, c in sweep.view().items()} == {"1d": "pending", "SnapKV": "stopped", "2d": "done"}
+    assert sweep.call()[0] == 3 and "queued (Priority)" in sweep.call()[1]
+    # This sweep left the cell to them, and has submitted a report of its own: what they say of it is told here
+    sweep.jobs(Job("9", "report", "s", (sweep.keys["1d"],)))
+    other.write_end(sweep.keys["1d"], End("failed", "RuntimeError: at s3", "8", "cell.log"))
+    sweep.slurm(j8="FAILED", j9="COMPLETED")
+    found = sweep.view()["1d"]
+    assert (found.state, found.detail) == ("failed", "RuntimeError: at s3")
