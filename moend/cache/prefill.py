@@ -21,6 +21,7 @@ from moend.hf.layers import Turn
 from moend.hf.probe import Shape
 from moend.hf.rope import depends_on_length
 from moend.hf.shape import cache_argument, decoder_of, text_config
+from moend.scoring import scorer
 
 LEFT_ONLY = "only left padding is supported: the attention mask must be 0 ... 0 1 ... 1 in every row"
 
@@ -66,11 +67,6 @@ class Prefilled:
         """Columns T, padding included."""
         return self.positions.shape[1]
 
-    def window(self, layer: int) -> int | None:
-        """How many positions a query of this layer sees at most, itself included; None: all."""
-        rule = self.layers[layer].rule
-        return None if rule is None else rule.reach
-
     def tokens(self, row: int = 0) -> int:
         """Real tokens of one sequence."""
         return self.length if self.valid is None else int(self.valid[row].sum())
@@ -91,17 +87,28 @@ class Prefilled:
         return {name: self.observed[name][layer][row][..., start:] for name in names}
 
     def scores(self, selector: Selector, key: Any, row: int) -> Tensor:
-        """The selector's scores, computed once for all cells that share (scorer, sample): (H or 1, n)."""
-        at = (key, selector.layer, row)
+        """The selector's scores, computed once for all cells that share (scorer, sample): (H or 1, n).
+
+        The scorer does not see entries that have left the layer's window or chunk: theirs is -inf.
+        """
+        at, selector = (key, selector.layer, row), replace(selector, rule=self.layers[selector.layer].rule)
         if at not in self._scores:
             keys, values, queries = self.entries(selector.layer, row)
             n = keys.shape[1]
-            positions = torch.arange(n, device=keys.device)
+            first = oldest_seen(selector.rule, n)
+            positions = torch.arange(first, n, device=keys.device)
             if queries is not None:
                 queries = queries[:, -selector.scorer.last_queries :] if selector.scorer.last_queries else None
             observed = self.seen(selector.layer, row, selector.scorer.observes)
-            self._scores[at] = selector.scores(keys, values, positions, n, queries, observed)
+            observed = {name: x[..., first:] for name, x in observed.items()}
+            scores = selector.scores(keys[:, first:], values[:, first:], positions, n, queries, observed)
+            self._scores[at] = F.pad(scores, (first, 0), value=-torch.inf)
         return self._scores[at]
+
+
+def oldest_seen(rule: AttentionRule | None, n: int) -> int:
+    """The first of n entries that the next query sees, or the last of them where it sees none."""
+    return 0 if rule is None else max(min(rule.oldest(n), n - 1), 0)
 
 
 @torch.no_grad()
@@ -188,7 +195,8 @@ def compress(
     for index, spec in enumerate(specs):
         keys, values, asked = prefilled.entries(index, row)
         n = keys.shape[1]
-        choose = replace(selector(index), window=prefilled.window(index))
+        rule = prefilled.layers[index].rule
+        choose, visible = replace(selector(index), rule=rule), n - oldest_seen(rule, n)
         if spec.heads is not None:
             scores = prefilled.scores(choose, score_key, row)
             at = torch.arange(n, device=keys.device)
@@ -199,14 +207,19 @@ def compress(
         accumulated = prefilled.seen(index, row, ("accumulated",))["accumulated"] if spec.storage.accumulated else None
         queries = _latest(asked, keys.shape[0], spec.storage.queries) if spec.storage.queries else None
         form: Literal["none", "shared", "per_head"] = "none"
-        if spec.tokens < n:
-            scores = prefilled.scores(choose, score_key, row)
+        if min(spec.tokens, visible) < n:
             at = torch.arange(n, device=keys.device)
-            kept = choose.best(scores, at, n, spec.tokens)
+            if spec.tokens < visible:
+                kept = choose.best(prefilled.scores(choose, score_key, row), at, n, spec.tokens)
+            else:  # all that a query will ever see
+                kept = at[None, n - visible :]
             keys, values, positions = gather(keys, values, at, kept)
             accumulated = None if accumulated is None else accumulated.gather(1, kept.expand(len(accumulated), -1))
             form = "per_head" if kept.shape[0] > 1 else "shared"
-        storage = replace(spec.storage, positions=form)
+        storage, schedule = replace(spec.storage, positions=form), spec.schedule
+        chooser = choose if choose.scorer.at_decode else None
+        if schedule.cap is None and rule is not None and rule.reach is not None:
+            schedule, chooser = _slide(rule.reach, schedule), newest(index)
         layers.append(
             [
                 LayerKV(
@@ -216,14 +229,25 @@ def compress(
                     storage,
                     seen=n,
                     dtype=dtype,
-                    schedule=spec.schedule,
-                    choose=choose if choose.scorer.at_decode else None,
+                    schedule=schedule,
+                    choose=chooser,
                     accumulated=accumulated,
                     queries=queries,
                 )
             ]
         )
     return CompressedCache(layers, prefilled.config)
+
+
+def _slide(reach: int, schedule: Schedule) -> Schedule:
+    """How a layer whose queries see `reach` entries lets go of older ones: an eighth of them at a time."""
+    spare = max(reach // 8, 8)
+    return replace(schedule, cap=reach + spare, reserve=spare, overshoot="counted")
+
+
+def newest(layer: int) -> Selector:
+    """Keeps the newest entries and nothing else."""
+    return Selector(scorer("streaming"), layer, n_sink=0, recent=2**62, scaling=1.0, seed=0)
 
 
 def _latest(queries: Tensor | None, heads: int, per_head: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moend.hf.attention import AttentionRule
 from moend.hf.rope import Rotary
 from moend.scoring.base import LayerView, Scorer
 
@@ -17,7 +18,7 @@ def select(scores: Tensor, positions: Tensor, keep: int, n_sink: int, recent: in
 
     scores (H or 1, n); positions (n,) or (H, n), ascending. The first `n_sink` positions and the `recent` newest
     entries are kept first; where `keep` is too small for both, sinks get at most half and the newest get the rest.
-    Positions before `oldest` have left a sliding window, no query will see them: they go before all others.
+    Positions before `oldest` have left a window or chunk, no query will see them: they go before all others.
     """
     n = scores.shape[-1]
     if not 1 <= keep <= n:
@@ -45,7 +46,7 @@ class Selector:
     seed: int  # of the sample
     rotary: Rotary | None = None  # for scorers that turn keys
     statistics: Mapping[str, Tensor] | None = None  # this layer's rows of the scorer's calibration
-    window: int | None = None  # of a sliding layer
+    rule: AttentionRule | None = None  # what the layer's attention asks (None: scaled products of all entries)
 
     def scores(
         self,
@@ -70,12 +71,13 @@ class Selector:
                 statistics=self.statistics,
                 seed=self.seed,
                 observed=observed or {},
+                rule=self.rule,
             )
         )
 
     def best(self, scores: Tensor, positions: Tensor, now: int, keep: int) -> Tensor:
         """Indices (H or 1, keep) of the entries to keep, `now` the position of the next query; see `select`."""
-        oldest = 0 if self.window is None else now - self.window + 1
+        oldest = 0 if self.rule is None else self.rule.oldest(now)
         recent = self.recent if isinstance(self.recent, int) else int(self.recent * keep)
         return select(scores, positions, keep, self.n_sink, recent, oldest)
 

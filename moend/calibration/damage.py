@@ -154,7 +154,7 @@ def damage_table(
                         seed=n,
                         rotary=rotary(model, layer) if base.scorer.statistics else None,
                         statistics=None if statistics is None else {a: t[layer] for a, t in statistics.items()},
-                        window=done.window(layer),
+                        rule=done.layers[layer].rule,
                     )
                     stored = [storage(kept[i], configs[i].k_bits, configs[i].v_bits) for i in run]
                     changes.append(

@@ -70,6 +70,25 @@ class AttentionRule:
         first = 0 if self.window is None else max(position - self.window + 1, 0)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
+    def seen_by(self, positions: Tensor, now: int) -> Tensor:
+        """How many of the queries before `now` saw the entries at these positions, those at them included."""
+        last = torch.full_like(positions, now)
+        if self.window is not None:
+            last = last.minimum(positions + self.window)
+        if self.chunk is not None:
+            last = last.minimum((positions // self.chunk + 1) * self.chunk)
+        return last - positions
+
+    def unseen(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """What queries at positions (..., q) do not see of entries at positions (..., n): (..., q, n) bool."""
+        asked, at = queries[..., :, None], positions[..., None, :]
+        gone = at > asked
+        if self.window is not None:
+            gone = gone | (asked - at >= self.window)
+        if self.chunk is not None:
+            gone = gone | (at < asked - asked % self.chunk)
+        return gone
+
     def cap(self, logits: Tensor) -> Tensor:
         """Logits after the soft cap, in place where there is one."""
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)

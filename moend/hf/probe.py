@@ -40,6 +40,8 @@ class _Look(CacheLayer):
 
     def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the only keys and values there are."""
+        if self.held is not None:
+            raise UserError("it runs its layers several times for each token")
         self.held = keys, values
         return keys, values
 

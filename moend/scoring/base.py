@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moend.hf.attention import AttentionRule
 from moend.hf.rope import Rotary
 
 
@@ -25,6 +26,7 @@ class LayerView:
     now: int  # position of the next query
     queries: Tensor | None = None  # (H_q, w, d), after RoPE: those at positions now - w ... now - 1
     scaling: float = 1.0  # what the model multiplies q . k with
+    rule: AttentionRule | None = None  # windows, soft cap and sinks of the layer's attention; None: it has none
     rotary: Rotary | None = None  # how the layer turns queries and keys
     statistics: Mapping[str, Tensor] | None = None  # this layer's rows of the calibration `Scorer.statistics`
     seed: int = 0  # of the sample, for scorers that draw
@@ -99,7 +101,8 @@ class Scorer:
 
 
 def last_logits(view: LayerView, window: int) -> Tensor:
-    """Logits (H, G, w, n) float32 of the last `window` queries, -inf where an entry is later than the query.
+    """Logits (H, G, w, n) float32 of the last `window` queries, capped where the model caps them; -inf where a query
+    does not see an entry: it is later than the query, or has left the layer's window or chunk.
 
     w is smaller than `window` where the sequence is. Memory is w x n per query head.
     """
@@ -110,13 +113,21 @@ def last_logits(view: LayerView, window: int) -> Tensor:
     width = queries.shape[1]
     asked = torch.arange(view.now - width, view.now, device=view.keys.device)
     logits = queries.reshape(heads, -1, queries.shape[-1]) @ view.keys.float().mT  # (H, G * w, n)
-    later = view.at[:, None] > asked[:, None]  # (1 or H, w, n)
-    return logits.view(heads, -1, width, n).masked_fill_(later[:, None], -torch.inf)
+    rule = AttentionRule(view.scaling) if view.rule is None else view.rule
+    hidden = rule.unseen(asked, view.at)  # (1 or H, w, n)
+    return rule.cap(logits).view(heads, -1, width, n).masked_fill_(hidden[:, None], -torch.inf)
 
 
-def attention(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension; zeros where a query sees no entry, all its logits being -inf."""
-    return torch.softmax(logits, dim=-1).nan_to_num_(0.0)
+def attention(logits: Tensor, rule: AttentionRule | None = None) -> Tensor:
+    """Softmax over the last dimension of logits, (H, G, w, n) where there is a rule; zeros where a query sees no entry.
+
+    Where the rule has attention sinks, they take their share of each query head's softmax.
+    """
+    shares = torch.softmax(logits, dim=-1).nan_to_num_(0.0)
+    if rule is None or rule.sinks is None:
+        return shares
+    sinks = rule.sinks.float().view(*logits.shape[:2], 1, 1)
+    return shares.mul_(torch.sigmoid(torch.logsumexp(logits, dim=-1, keepdim=True) - sinks))
 
 
 def window_first(view: LayerView, window: int, scores: Tensor) -> Tensor:

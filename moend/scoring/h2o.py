@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moend.hf.attention import AttentionRule
 from moend.scoring.base import LayerView, Scorer
 
 
@@ -25,7 +26,10 @@ class H2O(Scorer):
         if "accumulated" not in view.observed:
             raise ValueError("scorer h2o needs the attention that entries received")
         received = view.observed["accumulated"].float()
-        return received / (view.now - view.at).clamp(min=1) if self.average else received
+        if not self.average:
+            return received
+        rule = AttentionRule(view.scaling) if view.rule is None else view.rule
+        return received / rule.seen_by(view.at, view.now).clamp(min=1)
 
 
 SCORER = H2O

@@ -19,8 +19,8 @@ class RKV(Scorer):
     """mix * importance - (1 - mix) * redundancy (R-KV, arXiv 2505.24133, section 3).
 
     Importance: of the logits of the last `window` queries the largest among the query heads that share a KV head;
-    softmax over the entries before the window; mean over the queries; max-pooled over `kernel` neighbours. Redundancy:
-    see `redundancy`. The window itself always stays.
+    softmax over the entries before the window (and over nothing else: attention sinks have no share); mean over the
+    queries; max-pooled over `kernel` neighbours. Redundancy: see `redundancy`. The window itself always stays.
 
     Memory is linear in n; time is that of n x n similarities, in blocks.
     """

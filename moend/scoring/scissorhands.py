@@ -37,7 +37,7 @@ class Scissorhands(Scorer):
         """(H, n) float32: a count, plus a fraction that breaks ties."""
         logits = last_logits(view, self.window)  # (H, G, w, n)
         sees = logits[:, :1] > -torch.inf  # (H, 1, w, n)
-        unimportant = (attention(logits) < 1.0 / sees.sum(-1, keepdim=True)) & sees
+        unimportant = (attention(logits, view.rule) < 1.0 / sees.sum(-1, keepdim=True)) & sees
         asked = logits.shape[1] * logits.shape[2]
         newer = (view.at + 1).float() / (view.now + 1)  # in (0, 1)
         return asked - unimportant.sum((1, 2)) + newer

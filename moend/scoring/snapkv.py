@@ -40,7 +40,7 @@ class SnapKV(Scorer):
 
     def __call__(self, view: LayerView) -> Tensor:
         """(H, n) float32: above 1 in the window, the newest highest; at most 1 before it."""
-        mean = attention(last_logits(view, self.window)).mean((1, 2))  # (H, n)
+        mean = attention(last_logits(view, self.window), view.rule).mean((1, 2))  # (H, n)
         before = mean.masked_fill(view.at >= view.now - self.window, 0.0)
         pool = F.avg_pool1d if self.pool == "avg" else F.max_pool1d
         return window_first(view, self.window, pool(before, self.kernel, stride=1, padding=self.kernel // 2))

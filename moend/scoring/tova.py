@@ -21,7 +21,7 @@ class TOVA(Scorer):
 
     def __call__(self, view: LayerView) -> Tensor:
         """(1, n) float32 in [0, 1]; where positions come per KV head (H, n), each averaged over its query heads."""
-        mean = attention(last_logits(view, 1))[:, :, 0].mean(1)  # (H, n)
+        mean = attention(last_logits(view, 1), view.rule)[:, :, 0].mean(1)  # (H, n)
         return mean if view.positions.dim() == 2 else mean.mean(0, keepdim=True)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -35,6 +36,7 @@ from moend.scoring import LayerView
 from moend.scoring.base import Scorer
 
 PREFIX, LENGTH, CHUNK = 70, 96, 33
+LARGEST = 20_000_000  # parameters of a tiny model
 TOLERANCE = 2e-3  # of the largest logit
 MARKS = "<!-- families: python -m tests.moend.hf.families --write docs/models.md -->", "<!-- end of families -->"
 SMALL: dict[str, Any] = {
@@ -67,6 +69,17 @@ EXTRA: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4}},
     "phimoe": {"num_local_experts": 4},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
+    "qwen2": {"sliding_window": 24},
+    "qwen3": {"sliding_window": 24},
+    "qwen2_moe": {"sliding_window": 24},
+    "phi3": {"sliding_window": 24},
+    "starcoder2": {"sliding_window": 24},
+    "mixtral": {"sliding_window": 24},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "reformer": {"axial_pos_embds": False},
+    "xlm": {"emb_dim": 64},
+    "moshi": {"audio_vocab_size": 97},
     "phi": {"partial_rotary_factor": 0.5},
 }
 
@@ -106,7 +119,8 @@ def small(kind: str, config_class: Any) -> Any:
     known |= set(getattr(config_class, "__annotations__", {}))
     wanted = {k: v for k, v in (SMALL | EXTRA.get(kind, {})).items() if k in known}
     for key in ("sliding_window", "attn_logit_softcapping", "head_dim", "window_size", "q_lora_rank"):
-        if key in wanted and getattr(default, key, 1) is None and key != "head_dim":
+        none = getattr(default, key, 1) is None and key not in EXTRA.get(kind, {})
+        if key in wanted and none and key != "head_dim":
             del wanted[key]  # the family has none
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
         if isinstance(part, type) and not issubclass(part, type(config_class)):
@@ -127,9 +141,11 @@ def build(kind: str, name: str) -> Any:
     """A tiny random model with wide weights, in eval mode."""
     torch.manual_seed(0)
     config = small(kind, CONFIG_MAPPING[kind])
+    with torch.device("meta"):
+        size = sum(p.numel() for p in getattr(transformers, name)(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"its config stays too large ({size / 1e6:.0f} million parameters)")
     model = getattr(transformers, name)(config).eval()
-    if sum(p.numel() for p in model.parameters()) > 30_000_000:
-        raise ValueError(f"its config stays too large ({sum(p.numel() for p in model.parameters()) / 1e6:.0f}M)")
     with torch.no_grad():
         for path, p in model.named_parameters():
             if p.ndim >= 2:
@@ -147,6 +163,21 @@ class Lottery(Scorer):
     def __call__(self, view: LayerView) -> Tensor:
         """(H, n)."""
         return torch.rand(view.keys.shape[:2], generator=torch.Generator().manual_seed(view.layer))
+
+
+class Slot(DynamicLayer):
+    """A cache layer of transformers' own that tells `dense` which one it is."""
+
+    def __init__(self, slot: int):
+        super().__init__()
+        self.slot = slot
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys with the number of their layer."""
+        keys, values = super().update(*args, **kwargs)
+        keys = keys.view_as(keys)
+        keys.slot = self.slot  # type: ignore[attr-defined]
+        return keys, values
 
 
 HIDDEN: dict[int, Tensor] = {}  # by layer (H, PREFIX) bool: what queries behind the prefix do not see
@@ -172,7 +203,7 @@ def dense(
     hidden = torch.ones(q, t, dtype=torch.bool).triu(1)[None, None]
     if attention_mask is not None:
         hidden = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < -1
-    if (gone := HIDDEN.get(getattr(module, "layer_idx", -1))) is not None:
+    if (gone := HIDDEN.get(getattr(key, "slot", -1))) is not None:
         hidden = hidden.expand(1, query.shape[1], q, t).clone()
         hidden[:, :, PREFIX:, :PREFIX] |= gone.repeat_interleave(query.shape[1] // len(gone), 0)[None, :, None]
     logits = logits.masked_fill(hidden, -torch.inf)
@@ -247,6 +278,14 @@ def features(rules: Any, head_dim: int) -> str:
     return ", ".join(found)
 
 
+def dense_logits(model: Any, ids: Tensor, hidden: dict[int, Tensor]) -> Tensor:
+    """Logits by `dense`, which hides in each cache layer what it is told."""
+    with written_out(model, hidden):
+        layers = [Slot(i) for i in range(shape_of(model).arch.layers)]
+        logits: Tensor = model(input_ids=ids, use_cache=True, **{cache_argument(model): Cache(layers=layers)}).logits
+    return logits
+
+
 @torch.no_grad()
 def differences(model: Any) -> tuple[float, float]:
     """How far our logits are off: at full budget from the stock model's, at 50 % from dense attention's."""
@@ -260,8 +299,7 @@ def differences(model: Any) -> tuple[float, float]:
         check = model(input_ids=ids, use_cache=False).logits[:, PREFIX:]
     if off(check, stock) > TOLERANCE:
         raise ValueError(f"dense attention differs from the stock model ({off(check, stock):.0e})")
-    with written_out(model, hidden):
-        masked = model(input_ids=ids, use_cache=False).logits[:, PREFIX:]
+    masked = dense_logits(model, ids, hidden)[:, PREFIX:]
     if not any(bool(x.any()) for x in hidden.values()):
         raise ValueError("nothing was evicted")
     return off(full, stock), off(half, masked)

@@ -79,10 +79,8 @@ def test_dense_attention_is_its_own_reference() -> None:
     ids = torch.randint(3, 89, (1, families.LENGTH), generator=torch.Generator().manual_seed(1))
     gone = torch.zeros(2, families.PREFIX, dtype=torch.bool)
     with torch.no_grad():
-        with families.written_out(model, {0: gone}):
-            same = model(input_ids=ids, use_cache=False).logits
-        with families.written_out(model, {0: ~gone}):
-            other = model(input_ids=ids, use_cache=False).logits
+        same = families.dense_logits(model, ids, {0: gone})
+        other = families.dense_logits(model, ids, {0: ~gone})
         stock = model(input_ids=ids, use_cache=False).logits
     assert families.off(same, stock) < 1e-4
     assert families.off(other[:, : families.PREFIX], stock[:, : families.PREFIX]) < 1e-4
