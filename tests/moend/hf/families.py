@@ -128,8 +128,9 @@ def small(kind: str, config_class: Any) -> Any:
                 wanted[name] = small(getattr(part, "model_type", ""), part).to_dict()
     for key in ("layer_types", "mlp_layer_types"):
         if isinstance(listed := getattr(default, key, None), list | tuple) and len(listed) != 4 and listed:
-            kinds = list(dict.fromkeys(listed))  # each kind there is
-            wanted[key] = [kinds[i % len(kinds)] for i in range(4)]
+            kinds = list(dict.fromkeys(listed))  # each kind there is; of one kind alone the class decides itself
+            if len(kinds) > 1 and key not in EXTRA.get(kind, {}):
+                wanted[key] = [kinds[i % len(kinds)] for i in range(4)]
     try:
         return config_class(**wanted)
     except Exception:
