@@ -9,7 +9,7 @@ from pipelines.cli.hydra import Point, run_hydra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 all plans are written, 2 a mistake in the command or a budget that cannot be met."""
+    """Returns the exit code: 0 all plans are written, 2 a mistake, or something that the only cell needs is missing."""
 
     def program(points: list[Point]) -> int:
         from pipelines.execution.calibrate import calibrate

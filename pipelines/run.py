@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
 
     def program(points: list[Point]) -> int:
-        from pipelines.execution.runner import launch
+        from pipelines.cluster.launch import launch
 
         return launch(points, args)
 

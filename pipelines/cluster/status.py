@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,6 +21,7 @@ from rich.text import Text
 from moend.errors import UserError
 from pipelines.cli import terminal
 from pipelines.cli.args import parse, program, store_default, store_path
+from pipelines.cli.states import State, exit_code
 from pipelines.cli.terminal import budget, question, say
 from pipelines.cluster import slurm
 from pipelines.cluster.jobs import End, Job, Started, Submitted, last_line, others, states
@@ -28,7 +29,6 @@ from pipelines.store import provenance
 from pipelines.store.cells import CellStore, CorruptRecords, RecordKey, Store, parse_records, record_key
 from pipelines.store.files import write_json
 
-State = Literal["done", "running", "pending", "failed", "blocked", "stopped", "infeasible"]
 ORDER: tuple[State, ...] = ("done", "running", "pending", "failed", "blocked", "stopped", "infeasible")
 COLOURS = {"done": "green", "running": "cyan", "failed": "red", "blocked": "magenta", "stopped": "yellow"}
 REFRESH_S = 2.0
@@ -44,8 +44,8 @@ USAGE = """Where a sweep stands, from its files and, for cluster=slurm, from squ
 Cells are done (the result is there), running (records so far, time left), pending (queued), failed (with the last
 line and the log), blocked (something they need is missing), stopped (their jobs were cancelled or are gone; nobody
 is working on them) or infeasible (the budget cannot be met). The command that was given computes what is missing.
-Exit codes: 0 everything is done (or infeasible), 1 a cell failed or is blocked, 2 a mistake in the command,
-3 incomplete, and nothing has failed so far."""
+Exit codes: 0 everything is done (or infeasible), 1 a cell failed, 2 one is blocked, or a mistake in the
+command, 3 incomplete, and nothing has failed so far."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class View:
     @property
     def code(self) -> int:
         """The exit code that tells it."""
-        states = {c.state for c in self.cells}
-        return 1 if states & {"failed", "blocked"} else 0 if states <= {"done", "infeasible"} else 3
+        return exit_code(c.state for c in self.cells)
 
 
 def collect(store: Store, name: str) -> View:

@@ -28,9 +28,8 @@ from pipelines.cli.hydra import command
 from pipelines.cli.terminal import say
 from pipelines.cluster import slurm, snapshot
 from pipelines.cluster.jobs import Job, Submitted, in_flight, now, others
-from pipelines.execution.runner import store_argument
 from pipelines.planning import planner
-from pipelines.planning.planner import Cell, Plan
+from pipelines.planning.planner import Cell, Plan, store_argument
 from pipelines.planning.schema import ClusterConfig, minutes
 from pipelines.store import provenance
 from pipelines.store.cells import Store

@@ -15,6 +15,7 @@ from moend.budget import Budget
 from moend.errors import UserError
 from pipelines.cli import terminal
 from pipelines.cli.hydra import Point
+from pipelines.cli.states import exit_code
 from pipelines.cli.terminal import say, size
 from pipelines.execution import session as evaluate
 from pipelines.execution.runner import Runner
@@ -52,7 +53,7 @@ def calibrate(points: list[Point]) -> int:
     ended = {c.state for c in plan.cells}
     if len(plan.cells) == 1 and ended & {"blocked", "infeasible"}:
         raise UserError(plan.cells[0].reason)
-    return 1 if "failed" in ended else 2 if ended & {"blocked", "infeasible"} else 0
+    return exit_code(ended - {"run"})
 
 
 def _by_reason(cells: Sequence[Cell]) -> dict[str, list[Cell]]:

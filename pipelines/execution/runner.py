@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import shlex
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,59 +18,17 @@ from rich.console import Console
 
 from moend.errors import Blocked, Infeasible, UserError
 from pipelines.cli import terminal
-from pipelines.cli.hydra import Point, command
+from pipelines.cli.states import State
 from pipelines.cli.terminal import say
 from pipelines.execution import session as evaluate
-from pipelines.planning import planner
 from pipelines.planning.needs import CalibrationNeed
-from pipelines.planning.planner import Cell, Plan, State
+from pipelines.planning.planner import Cell, Plan
 from pipelines.results import aggregate as results
 from pipelines.store.cells import CorruptRecords, RecordKey, Shard
 from pipelines.store.files import write_json
 from pipelines.store.lease import Busy, LeaseLost, held
 
 POLL_S = 1.0
-
-
-def launch(points: Sequence[Point], args: Sequence[str]) -> int:
-    """Plan, run, tabulate. Returns the exit code."""
-    from pipelines.cluster import submit
-    from pipelines.reporting import report
-    from pipelines.tracking import wandb as tracking
-
-    console = terminal.console()
-    library = evaluate.Library()
-    plan = planner.make_plan(points, library)
-    config = plan.cells[0].config
-    alone = plan.cells[0] if len(plan.cells) == 1 else None
-    if alone and alone.state == "infeasible":
-        raise UserError(alone.reason)
-    planner.show(plan, console, every_cell=config.dry_run)
-    if config.dry_run:
-        return 0
-    if config.cluster.name != "inprocess" and plan.groups:
-        return submit.submit(plan, args, console)
-    plan.store.prepare()
-    manifest = plan.store.manifest(plan.name)
-    manifest.parent.mkdir(parents=True, exist_ok=True)
-    write_json(manifest, planner.manifest(plan, args, "run"))
-    fresh = [c for c in plan.cells if c.state == "run"]
-    submit.forget(plan, fresh)
-    with tracking.Tracker(plan.store, plan.name, config.tracking) as tracker:
-        Runner(plan, library, console, done=lambda cell: tracker.add(tracking.Item("cell", cell.key))).run()
-        write_json(manifest, planner.manifest(plan, args, "run"))
-        if alone and alone.state in ("blocked", "infeasible"):
-            raise UserError(alone.reason)
-        found = report.show(plan.store, plan.name, console)
-        differences = report.compared(plan.store, found)
-        report.show_deltas(differences, console)
-        report.write(plan.store, plan.name, differences, again=bool(fresh))
-        for item in tracking.items(plan.store, plan.name):  # also what an earlier run could not publish any more
-            tracker.add(item)
-        _epilogue(plan, args, console)
-    if any(c.state == "failed" for c in plan.cells):
-        return 1
-    return 2 if plan.count("blocked") else 0
 
 
 Unit = tuple[list[Cell], int]  # cells of a group, and the shard of its examples
@@ -328,18 +284,3 @@ def _is_storage(error: OSError) -> bool:
 def _line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
-
-
-def _epilogue(plan: Plan, args: Sequence[str], console: Console) -> None:
-    page = plan.store.report(plan.name) / "index.html"
-    say(console, f"results: {plan.store.root / 'cells'}   tables and figures: {page}")
-    if plan.count("failed") or plan.count("blocked"):
-        say(console, f"again, for what is missing: {command(args, 'run')}")
-    say(console, f"next: python -m pipelines.report sweep={plan.name}{store_argument(plan)}")
-    sys.stdout.flush()
-
-
-def store_argument(plan: Plan) -> str:
-    """The argument that names the store of a plan to the other programs; empty for the default."""
-    store = plan.cells[0].config.paths.store
-    return "" if store == "outputs" else " " + shlex.quote(f"paths.store={store}")

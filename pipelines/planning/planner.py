@@ -9,7 +9,7 @@ import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,7 @@ from rich.table import Table
 from moend import paths
 from moend.errors import UserError
 from pipelines.cli.hydra import Point
+from pipelines.cli.states import State
 from pipelines.cli.terminal import budget, question, say, size
 from pipelines.planning import identity
 from pipelines.planning.estimate import estimate
@@ -25,8 +26,6 @@ from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.schema import RunConfig, validate
 from pipelines.store import provenance
 from pipelines.store.cells import CorruptRecords, RecordKey, Store
-
-State = Literal["done", "run", "blocked", "infeasible", "failed"]
 
 
 @dataclass
@@ -273,3 +272,9 @@ def manifest(plan: Plan, args: Sequence[str], program: str) -> dict[str, Any]:
             for c in plan.cells
         ],
     }
+
+
+def store_argument(plan: Plan) -> str:
+    """The argument that names the store of a plan to the other programs; empty for the default."""
+    store = plan.cells[0].config.paths.store
+    return "" if store == "outputs" else " " + shlex.quote(f"paths.store={store}")

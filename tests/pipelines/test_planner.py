@@ -189,7 +189,7 @@ def test_calibrate_goes_on_past_a_budget_that_cannot_be_met(runs: Runs, monkeypa
         "gap": 0.0, "layers": layers, "predicted": {"eq1_bytes": 2048, "resident_bytes": 4096},
     }  # fmt: skip
     monkeypatch.setattr(type(runs.library), "plan", lambda self, config, facts, folders: plan, raising=False)
-    assert runs("method=2d", "budget=2,10%", main=calibrate.main) == 2
+    assert runs("method=2d", "budget=2,10%", main=calibrate.main) == 0
     assert "infeasible: 2d 2 niah question visible: 2d cannot meet 2t" in runs.out
     assert "predicted: 2.0 KiB by eq. 1" in runs.out
     made = list(runs.store.glob("reports/plan_2d_*/plan.json"))

@@ -176,7 +176,7 @@ def test_a_cell_without_its_calibration_is_blocked_with_the_reason(sweep: Sweep)
     found = sweep.view()["2d"]
     assert (found.state, found.log) == ("blocked", "a.log") and "ValueError: no" in found.detail
     code, out, _ = sweep.call()
-    assert code == 1 and "1 blocked" in out
+    assert code == 2 and "1 blocked" in out
     before = sweep.store.manifest(sweep.name).stat().st_mtime_ns
     status.record(sweep.store, sweep.name, status.collect(sweep.store, sweep.name))
     cells = read_json(sweep.store.manifest(sweep.name))["cells"]
