@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moend import calibration as calibrations
 from moend.budget import Budget
 from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument, prefill
 from moend.cache.prefill import LEFT_ONLY
-from moend.calibration.artefact import Artefact
+from moend.calibration import Artefact
 from moend.engine import rotations
 from moend.errors import UserError
 from moend.hf.probe import shape_of
@@ -88,7 +89,7 @@ def compress(
         given=plan,
     )
     for kind in chosen.calibrations:
-        if kind not in ("sensitivity", "kl", "ripple", "damage") or plan is None:  # a given plan replaces these
+        if plan is None or not calibrations.kind(kind).makes_plans:  # a given plan replaces those
             bound.artefact(kind)
     hook = _PromptHook(model, bound, max_new_tokens, seed, tokenizer, context, reconstruction)
     with attention_of(model), _whole_prompts(model):

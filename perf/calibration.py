@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
-from moend.calibration.trig import TrigStatistics
 from moend.scoring import scorer
 from perf.meter import taken
 

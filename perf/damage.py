@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from moend.calibration import DamageSettings
-from moend.calibration.damage import damage_table
+from moend.calibration.damage import DamageSettings, damage_table
+from moend.calibration.rerun import Evictor
 from moend.calibration.sensitivity import Config
-from moend.calibration.sweep import Base
 from moend.methods.spec import method
 from perf.meter import taken
 
@@ -41,7 +40,7 @@ def main() -> None:
     s, m = DamageSettings(), method("ripple_2d")
     made = m.make_scorer()
     assert made is not None
-    base, configs = Base(made, m.n_sink, m.recent), [Config(*c) for c in s.configs]
+    base, configs = Evictor(made, m.n_sink, m.recent), [Config(*c) for c in s.configs]
     ids = torch.randint(3, model.config.vocab_size, (args.examples, s.prefix + s.window)).to(loaded.device)
 
     @torch.no_grad()

@@ -69,8 +69,8 @@ class Bench:
         from transformers.utils import logging
 
         from moend.calibration.artefact import Artefact
+        from moend.calibration.queries import TrigStatistics
         from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
-        from moend.calibration.trig import TrigStatistics
         from moend.engine import attention_scaling
         from moend.models import load as models
         from moend.scoring import scorer

@@ -90,8 +90,8 @@ class Bench:
 
         from moend.benchmarks import benchmark
         from moend.calibration.artefact import Artefact
+        from moend.calibration.queries import TrigStatistics
         from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
-        from moend.calibration.trig import TrigStatistics
         from moend.models import load as models
         from moend.scoring import scorer
 

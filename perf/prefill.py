@@ -27,7 +27,7 @@ class Bench:
         import torch
 
         from moend.calibration.artefact import Artefact
-        from moend.calibration.trig import TrigStatistics
+        from moend.calibration.queries import TrigStatistics
         from moend.engine import attention_scaling
         from moend.models import load as models
 

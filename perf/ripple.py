@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from moend.calibration.ripple import Base, Noise, profile
+from moend.calibration.rerun import Evictor
+from moend.calibration.ripple import Noise, profile
 from moend.scoring import scorer
 from perf.meter import taken
 
@@ -42,7 +43,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     top = model.config.vocab_size
     ids = torch.randint(3, top, (args.examples, args.prefix + args.window), generator=generator).to(loaded.device)
-    base = Base(scorer("snapkv"), 0, 32)
+    base = Evictor(scorer("snapkv"), 0, 32)
 
     @torch.no_grad()
     def forward(rows: torch.Tensor) -> None:

@@ -6,17 +6,20 @@ says with its own cache. What a method loses by dropping entries or by fewer bit
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moend.budget import Storage
 from moend.cache import LayerSpec, Selector, attention_of, cache_argument, compress, prefill
+from moend.calibration.artefact import Artefact
+from moend.calibration.base import Bench, Examples, Kind, Target
 from moend.scoring import scorer
 
-VERSION = 1  # raised when the numbers change
 BITS = (16, 8)
 LEAST = 0.98  # a quantiser below it at any of BITS is broken
 
@@ -64,3 +67,77 @@ def token_agreement(
 
 def _keep_all(layer: int) -> Selector:
     return Selector(scorer("streaming"), layer, n_sink=0, recent=0, scaling=1.0, seed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreementSettings(Examples):
+    """`calibration.agreement`: next tokens of the window are compared; text null is the text that the model knows."""
+
+    examples: int = 20
+    prefix: int = 256
+    window: int = 64
+    text: str | None = None
+
+    where: ClassVar[str] = "calibration.agreement"
+    least_prefix: ClassVar[int] = 1
+
+
+class Agreement(Kind):
+    """Token agreement of what a method's quantiser stores with the full cache."""
+
+    settings = AgreementSettings
+    vouches = True
+
+    def concerns(self, method: Any) -> bool:
+        """Every method that quantises."""
+        return bool(method.quantises)
+
+    def identity(self, target: Target) -> dict[str, Any]:
+        """The examples, and how the method stores; not what it keeps."""
+        s = self._settings(target)
+        examples = {"examples": s.examples, "prefix": s.prefix, "window": s.window}
+        return examples | {
+            "method": target.held("group", "channels", "window"),
+            "store_dtype": target.model.store_dtype,
+        }
+
+    def texts(self, target: Target) -> dict[str, Any]:
+        """Those that examples are cut from."""
+        return {"texts": self._settings(target).texts()}
+
+    def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensor hits (bits, N, window)."""
+        s, loaded = self._settings(target), bench.loaded
+        ids = s.ids(loaded)
+        with bench.progress(f"token agreement on {loaded.spec.label}") as progress:
+            hits = token_agreement(
+                bench.model,
+                bench.on(ids),
+                s.window,
+                target.method.storage,
+                dtype=loaded.store_dtype,
+                progress=progress,
+            )
+        shares = {str(b): float(h.float().mean()) for b, h in zip(BITS, hits, strict=True)}
+        return {"hits": hits.to("cpu").byte()}, s.said(ids) | {"tokens": hits[0].numel(), "agreement": shares}
+
+    def figure(self, artefact: Artefact) -> dict[str, Any]:
+        """The shares of tokens that agree, by bits."""
+        return dict(artefact.info["agreement"])
+
+    def doubt(self, artefact: Artefact) -> str | None:
+        """A quantiser that does not keep what the model says."""
+        for bits, share in artefact.info["agreement"].items():
+            if share < LEAST:
+                return (
+                    f"with every token kept at {bits} bit, {share:.3f} of {artefact.info['tokens']} next tokens are "
+                    f"full's, less than {LEAST}: its quantiser does not work on this model"
+                )
+        return None
+
+    def _settings(self, target: Target) -> AgreementSettings:
+        s: AgreementSettings = target.calibration.of(self.name)
+        return s if s.text is not None else dataclasses.replace(s, text=target.model.texts)
+
+
+KIND = Agreement()

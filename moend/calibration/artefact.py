@@ -23,7 +23,6 @@ from torch import Tensor
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
 
-KINDS = ("sensitivity", "queries", "kl", "ripple", "damage", "agreement")
 SCHEMA = 1
 DATA, META = "data.safetensors", "artefact.json"
 
@@ -79,16 +78,12 @@ def token_fingerprint(ids: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Artefact:
-    """One calibration. kind: one of KINDS. identity: see `identity`. info: JSON-able results, settings and versions."""
+    """One calibration."""
 
-    kind: str
-    identity: dict[str, Any]
+    kind: str  # name of its kind (`moend.calibration.kinds`)
+    identity: dict[str, Any]  # see `identity`
     tensors: dict[str, Tensor]
-    info: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"unknown artefact kind {self.kind!r}: one of {', '.join(KINDS)}")
+    info: dict[str, Any] = field(default_factory=dict)  # results, settings and versions, JSON-able
 
     @property
     def key(self) -> str:
@@ -199,8 +194,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     for name, expected in wanted.items():
         if not isinstance(meta.get(name), expected):
             raise UserError(f"{path} is not a calibration: '{name}' is missing or not a {expected.__name__}")
-    if meta["kind"] not in KINDS or not isinstance(meta["data"].get("sha256"), str):
-        raise UserError(f"{path} is not a calibration: kind {meta['kind']!r} or its checksum is not understood")
+    if not isinstance(meta["data"].get("sha256"), str):
+        raise UserError(f"{path} is not a calibration: its checksum is missing")
     if artefact_key(meta["kind"], meta["identity"]) != meta["key"]:
         raise UserError(f"{path} was changed by hand: its identity no longer gives its key {meta['key']}")
     return meta

@@ -18,35 +18,33 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moend.budget import Storage
-from moend.cache import Prefilled, attention_of, prefill
-from moend.cache.compressed import OBSERVATIONS
+from moend.budget import Arch, Storage
+from moend.cache import Prefilled, attention_of
 from moend.cache.layer_kv import LayerKV, gather
 from moend.cache.select import Selector
-from moend.calibration.kl import Stack
-from moend.calibration.sensitivity import Config, attention_blocks, encode, kept_tokens
-from moend.calibration.sweep import Base, Change, Sweep
+from moend.calibration.artefact import Artefact
+from moend.calibration.base import Bench, Examples, Report, Target, Values, choice, whole
+from moend.calibration.rerun import Change, Evictor, Observe, reruns
+from moend.calibration.sensitivity import Config, TableKind, decode, encode, kept_tokens
 from moend.errors import UserError
-from moend.hf.rope import depends_on_length, rotary
-from moend.hf.shape import arch_of
 
-VERSION = 1
 TOKENS = 2048  # of windows under way at once
 EDGE = 8  # a repeated passage keeps off the first and the last 1/8 of its prefix
 
 
 @dataclass(frozen=True)
 class DamageTable:
-    """per_example float64 in nats, over `kinds` of window, examples, layers, (heads,) `configs`: (K, N, L, (H,) C)."""
+    """KL at the output, in nats."""
 
-    kinds: tuple[str, ...]
-    configs: tuple[Config, ...]
-    per_example: Tensor
+    kinds: tuple[str, ...]  # K kinds of window
+    configs: tuple[Config, ...]  # C of them
+    per_example: Tensor  # (K, N, L, C) or, of KV heads, (K, N, L, H, C), float64
 
     @property
     def heads(self) -> Tensor | None:
@@ -100,75 +98,56 @@ def damage_table(
     examples: Mapping[str, Tensor],
     window: int,
     configs: Sequence[Config],
-    base: Base,
+    evictor: Evictor,
     storage: Callable[[int, int, int], Storage],
     *,
     every: int = 1,
     heads: bool = False,
     statistics: Mapping[str, Tensor] | None = None,
+    observe: Observe | None = None,
     tokens_at_once: int = TOKENS,
     progress: Callable[[int, int], None] | None = None,
 ) -> DamageTable:
     """D of a model on examples {kind: ids (N, P + window)}, no padding; KL at every `every`-th window position.
 
     storage(cap, K bits, V bits): how the method stores a layer of that cap (`Method.storage`). heads: each KV head by
-    itself; for scorers per head. statistics: of scorers that need them, (L, ...) by name. tokens_at_once bounds a sweep
-    (rows x window). progress(done, all): examples.
+    itself; for scorers per head. statistics: of scorers that need them, (L, ...) by name. observe: `Replay.observe`,
+    for scorers that replay the prefix, once per example. tokens_at_once bounds the windows under way. progress(done,
+    all): examples.
     """
     count, length = next(iter(examples.values())).shape
     prefix = length - window
-    if window < 1 or prefix < 1 or every < 1:
-        raise UserError(f"a damage table needs a prefix and a window, got {prefix} and {window} tokens, every {every}")
-    if odd := set(base.scorer.observes) - set(OBSERVATIONS):
-        raise UserError(f"the damage of scorer {base.scorer.name} is not measured: it needs {', '.join(sorted(odd))}")
-    if depends_on_length(model):
-        raise UserError(f"{type(model).__name__} turns keys by an angle that depends on the length: no damage table")
-    if heads and not base.scorer.per_head:
-        raise UserError(f"scorer {base.scorer.name} ranks entries for all heads of a layer alike: no damage per head")
-    blocks = attention_blocks(model)
+    if heads and not evictor.scorer.per_head:
+        raise UserError(
+            f"scorer {evictor.scorer.name} ranks entries for all heads of a layer alike: no damage per head"
+        )
     configs = tuple(configs)
     kept = [min(kept_tokens(c.keep, prefix), prefix) for c in configs]
     # what changes nothing is not run: its damage is exactly 0
     run = [i for i, c in enumerate(configs) if kept[i] < prefix or min(c.k_bits, c.v_bits) < 16]
-    units: list[slice | None] = [slice(h, h + 1) for h in range(arch_of(model.config).kv_heads)] if heads else [None]
-    out = torch.zeros(len(examples), count, len(blocks), len(units), len(configs), dtype=torch.float64)
+    stored = [storage(kept[i], configs[i].k_bits, configs[i].v_bits) for i in run]
+    found: list[list[Tensor]] = []
     with attention_of(model):
-        stack = Stack(model)
-        stack.check(next(iter(examples.values()))[:1, :16])
-        for k, ids_of_kind in enumerate(examples.values()):
-            for n in range(count):
-                ids = ids_of_kind[n : n + 1].to(stack.device)
-                done = prefill(
-                    model, ids[:, :prefix], last_queries=base.scorer.last_queries, observe=base.scorer.observes
-                )
-                caches = [(x.keys[0], x.values[0]) for x in done.layers]
-                sweep = Sweep(stack, caches, ids[:, prefix:], range(0, window, every))
-                changes: list[list[Callable[[], Change]]] = []
-                for layer, block in enumerate(blocks):
-                    selector = Selector(
-                        base.scorer,
-                        layer,
-                        base.n_sink,
-                        base.recent,
-                        block.scaling,
-                        seed=n,
-                        rotary=rotary(model, layer) if base.scorer.statistics else None,
-                        statistics=None if statistics is None else {a: t[layer] for a, t in statistics.items()},
-                        rule=done.layers[layer].rule,
-                    )
-                    stored = [storage(kept[i], configs[i].k_bits, configs[i].v_bits) for i in run]
-                    changes.append(
-                        [
-                            partial(_compressed, done, selector, kept[i], s, unit)
-                            for unit in units
-                            for i, s in zip(run, stored, strict=True)
-                        ]
-                    )
-                for layer, change, divergence, _ in sweep.run(changes, max(tokens_at_once // window, 1)):
-                    out[k, n, layer, change // len(run), run[change % len(run)]] = divergence
+        for ids in examples.values():
+            found.append([])
+            for n, rerun in enumerate(reruns(model, ids, window, scorer=evictor.scorer, observe=observe, every=every)):
+                layers, kv_heads = len(rerun.caches), len(rerun.caches[0][0])
+                units = [slice(h, h + 1) for h in range(kv_heads)] if heads else [None]
+                changes = [
+                    [
+                        partial(_compressed, rerun.prefilled, selector, kept[i], s, unit)
+                        for unit in units
+                        for i, s in zip(run, stored, strict=True)
+                    ]
+                    for selector in evictor.selectors(rerun, statistics, seed=n)
+                ]
+                out = torch.zeros(layers, len(units), len(configs), dtype=torch.float64)
+                for layer, change, divergence, _ in rerun.run(changes, tokens_at_once):
+                    out[layer, change // len(run), run[change % len(run)]] = divergence
+                found[-1].append(out if heads else out[:, 0])
                 if progress is not None:
-                    progress(k * count + n + 1, len(examples) * count)
-    return DamageTable(tuple(examples), configs, out if heads else out[:, :, :, 0].clone())
+                    progress(sum(map(len, found)), len(examples) * count)
+    return DamageTable(tuple(examples), configs, torch.stack([torch.stack(each) for each in found]))
 
 
 def _compressed(prefilled: Prefilled, selector: Selector, keep: int, storage: Storage, heads: slice | None) -> Change:
@@ -183,3 +162,143 @@ def _compressed(prefilled: Prefilled, selector: Selector, keep: int, storage: St
         keys, values, at = gather(keys, values, at, kept)
     row = LayerKV(keys, values, None, storage, seen=prefilled.length, dtype=keys.dtype)
     return Change(*row.dense(keys.dtype), at, heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamageSettings(Examples):
+    """`calibration.damage`. keeps x bits are measured; what changes nothing costs nothing, without being among them."""
+
+    kinds: tuple[str, ...] = ("text", "recall")  # of window: the text that follows, a passage of the prefix once more
+    examples: int = 4  # of each kind
+    window: int = 24
+    every: int = 3  # KL is taken at every so many positions of the window
+    cue: int = 16  # first tokens of a repeated passage, which end the prefix
+    keeps: tuple[float, ...] = (0.025, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)  # shares of the prefix
+    bits: tuple[tuple[float, ...], ...] = ((8, 4, 0.35), (4, 4))  # K, V, and the least share they are measured at
+
+    where: ClassVar[str] = "calibration.damage"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, self.where, every=1, cue=1)
+        if not self.kinds or len(set(self.kinds)) < len(self.kinds):
+            raise UserError(f"{self.where}.kinds must be different kinds, at least one, got {list(self.kinds)}")
+        for kind in self.kinds:
+            choice(f"{self.where}.kinds", kind, ("text", "recall"))
+        if not self.keeps or not all(isinstance(k, int | float) and 0 < k <= 1 for k in self.keeps):
+            raise UserError(f"{self.where}.keeps must be shares in (0, 1], at least one, got {list(self.keeps)}")
+        if not self.bits or not all(
+            len(b) in (2, 3) and set(b[:2]) <= {16, 8, 4, 2} and all(0 < k <= 1 for k in b[2:]) for b in self.bits
+        ):
+            raise UserError(
+                f"{self.where}.bits must be [K, V] or [K, V, least share] with bits of 16, 8, 4 and 2, at least one, "
+                f"got {[list(b) for b in self.bits]}"
+            )
+        if not self.configs:
+            raise UserError(f"{self.where}.keeps has no share that any of {self.where}.bits is measured at")
+
+    @property
+    def configs(self) -> tuple[tuple[float, int, int], ...]:
+        """(keep, K bits, V bits) that are measured, each once, from the dearest to the cheapest."""
+        found = {(float(k), int(b[0]), int(b[1])) for k in self.keeps for b in self.bits if all(k >= x for x in b[2:])}
+        return tuple(sorted(found, reverse=True))
+
+    @property
+    def count(self) -> int:
+        """Examples of all kinds."""
+        return len(self.kinds) * self.examples
+
+
+class Damage(TableKind):
+    """The table of ripple_2d, and of ripple_2d_head."""
+
+    settings = DamageSettings
+
+    def identity(self, target: Target) -> dict[str, Any]:
+        """What is measured, and how the method drops and stores."""
+        s: DamageSettings = target.calibration.of(self.name)
+        names = ("examples", "prefix", "window", "every", *(["cue"] if "recall" in s.kinds else []))
+        own = {name: getattr(s, name) for name in names}
+        own |= {"kinds": list(s.kinds), "configs": [list(c) for c in s.configs]}
+        own |= {"scorer": target.scorer, "method": target.held("n_sink", "recent", "group", "window", "channels")}
+        if target.replays:
+            own["reconstruction"] = target.model.reconstruction  # the words that ask for it
+        return own | ({"heads": True} if target.method.heads else {})
+
+    def texts(self, target: Target) -> dict[str, Any]:
+        """Those that examples are cut from."""
+        return {"texts": target.calibration.of(self.name).texts()}
+
+    def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A window run again for each layer (and head) and configuration."""
+        s: DamageSettings = target.calibration.of(self.name)
+        ids, method = s.ids(bench.loaded), target.method
+        parts = {kind: ids[i :: len(s.kinds)] for i, kind in enumerate(s.kinds)}  # no kind has another's text
+        examples = {k: repeated(x, s.window, s.cue) if k == "recall" else x for k, x in parts.items()}
+        with bench.progress(f"damage table of {bench.loaded.spec.label}") as progress:
+            made = damage_table(
+                bench.model,
+                {kind: bench.on(x) for kind, x in examples.items()},
+                s.window,
+                [Config(*c) for c in s.configs],
+                Evictor(method.make_scorer(), method.n_sink, method.recent),
+                method.storage,
+                every=s.every,
+                heads=method.heads,
+                statistics=bench.statistics,
+                observe=bench.observe,
+                progress=progress,
+            )
+        return made.tensors(), s.said(ids) | {"kinds": list(s.kinds)}
+
+    def zeros(self, target: Target, arch: Arch) -> dict[str, Tensor]:
+        """The configurations that would be measured."""
+        configs = [Config(*c) for c in target.calibration.of(self.name).configs]
+        tables = {"table": (arch.layers,), "heads": (arch.layers, arch.kv_heads)}
+        return {n: torch.zeros(*shape, len(configs)) for n, shape in tables.items()} | {"configs": encode(configs)}
+
+    def figure(self, artefact: Artefact) -> dict[str, Any]:
+        """table (L, C), kinds {name: (L, C)}, heads (L, H, C) or None, configs, examples of a kind.
+
+        each {name: (L, H or 1, C)}: heads, or whole layers. hardest {name: (L, H or 1)}: the cheapest configuration.
+        """
+        t, names = artefact.tensors, artefact.info["kinds"]
+        each = t["per_example"].mean(1).numpy()
+        each = each if each.ndim == 4 else each[:, :, None]  # (K, L, H or 1, C)
+        return {
+            "table": t["table"].numpy(),
+            "kinds": dict(zip(names, t["per_kind"].numpy(), strict=True)),
+            "heads": t["heads"].numpy() if "heads" in t else None,
+            "configs": decode(t["configs"]),
+            "examples": t["per_example"].shape[1],
+            "each": dict(zip(names, each, strict=True)),
+            "hardest": dict(zip(names, each[..., -1], strict=True)),
+        }
+
+    def report(self, artefact: Artefact, plan: Values) -> Report | None:
+        """What the plan's cut of each layer alone does to the output, beside the cheapest cut that was measured."""
+        found = self.figure(artefact)
+        cheapest, kinds = found["configs"][-1].name, found["kinds"]
+        planned = [cut_of(found, i, x) for i, x in enumerate(plan["layers"])]
+        rows = [
+            (str(i), *(f"{v:.2g}" for name, kind in kinds.items() for v in (own[name], kind[i, -1])))
+            for i, own in enumerate(planned)
+        ]
+        each = ", ".join(f"{name} {sum(own[name] for own in planned):.4f}" for name in kinds)
+        line = f"damage in nats, mean of {found['examples']} examples a kind; summed over layers as planned: {each}"
+        return Report(("layer", *(f"{k}, {what}" for k in kinds for what in ("planned", cheapest))), rows, (line,))
+
+
+def cut_of(found: Values, layer: int, plan: Values) -> dict[str, float]:
+    """What a plan's cut of a layer does by each kind of window, in nats; found: `Damage.figure`."""
+    columns = {c: i for i, c in enumerate(found["configs"])}
+    parts = plan.get("heads") or [plan]
+    chosen = [columns.get(Config(x["keep"], x["k_bits"], x["v_bits"])) for x in parts]  # None: all is kept
+    out = {}
+    for name, kind in found["kinds"].items():
+        own = found["each"][name][layer] if plan.get("heads") else kind[layer][None]  # (parts, C)
+        out[name] = float(np.sum([own[h, c] for h, c in enumerate(chosen) if c is not None]))
+    return out
+
+
+KIND = Damage()

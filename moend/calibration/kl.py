@@ -7,6 +7,7 @@ as rows of one batch. A layer is compressed by the rules of `moend.calibration.s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +17,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moend.cache import attention_of, cache_argument
+from moend.cache import attention_of
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture
+from moend.calibration.artefact import Artefact
+from moend.calibration.base import Bench, Report, Target, choice, is_whole, token_ids, whole, windows
+from moend.calibration.rerun import Stack
 from moend.calibration.sensitivity import (
     GROUP,
     SINGLES,
     Config,
     Eviction,
+    TableKind,
     attention_blocks,
+    decode,
     encode,
     kept_tokens,
     lattice,
     random_ranks,
     scorer_ranks,
+    table,
 )
 from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule
@@ -37,9 +44,7 @@ from moend.hf.layers import marked
 from moend.hf.rope import Rotary, rotary
 from moend.scoring import Scorer
 
-VERSION = 1
 QUERIES = 512  # queries masked at a time
-POSITIONS = 256  # positions whose logits are held at a time
 
 # The paper's eleven: its nine single operations, k8v4, and one it does not name.
 PAPER = (*SINGLES, Config(1.0, 8, 4), Config(1.0, 4, 4))
@@ -63,24 +68,14 @@ def named_configs(name: str) -> tuple[Config, ...]:
     return NAMED[name]
 
 
-def windows(ids: Sequence[int], sequences: int, tokens: int) -> Tensor:
-    """(sequences, tokens) disjoint windows of a text's ids, spread evenly over it."""
-    if sequences < 1 or tokens < 2:
-        raise UserError(f"a KL table needs sequences >= 1 of tokens >= 2, got {sequences} of {tokens}")
-    if sequences * tokens > len(ids):
-        raise UserError(f"{sequences} sequences of {tokens} tokens are more than the {len(ids)} tokens of the text")
-    step = len(ids) // sequences
-    return torch.tensor([list(ids[i * step : i * step + tokens]) for i in range(sequences)])
-
-
 @dataclass(frozen=True)
 class KLTable:
-    """table (L', C) in nats over `layers` and `configs`; per_sequence (N, L', C), whose mean over N the table is."""
+    """KL at the output, in nats."""
 
-    configs: tuple[Config, ...]
-    layers: tuple[int, ...]
-    table: Tensor
-    per_sequence: Tensor
+    configs: tuple[Config, ...]  # C of them
+    layers: tuple[int, ...]  # L' of the model's
+    table: Tensor  # (L', C)
+    per_sequence: Tensor  # (N, L', C), whose mean over N the table is
 
     def tensors(self) -> dict[str, Tensor]:
         """As an artefact stores it."""
@@ -146,7 +141,7 @@ def kl_table(
         for n in range(count):
             ids = input_ids[n : n + 1].to(stack.device)
             hidden = stack.hidden(ids)
-            reference = stack.log_probabilities(hidden[-1][0], last)
+            reference = stack.log_probabilities(hidden[-1][0, -last:])
             for row, index in enumerate(wanted):
                 if eviction == "random":
                     # sequences are independent draws: each has permutations of its own
@@ -162,9 +157,12 @@ def kl_table(
                 )
                 for batch in batches:
                     target.rows = [(s, configs[c]) for s, c in batch]
-                    final = stack.resume(hidden[index], target)
-                    for (_, c), states in zip(batch, final, strict=True):
-                        out[n, row, c] += stack.divergence(reference, states)
+                    states = hidden[index].expand(len(batch), -1, -1)
+                    for above in range(index, len(blocks)):
+                        states = stack.layer(above, states, target if above == index else None)
+                    found = stack.divergences(reference, states[:, -last:])
+                    for (_, c), divergence in zip(batch, found, strict=True):
+                        out[n, row, c] += divergence
                     done += 1
                     if progress is not None:
                         progress(done, total)
@@ -228,92 +226,7 @@ class _Compressed:
         return torch.cat(out, dim=2)
 
 
-class Stack:
-    """A transformers decoder run layer by layer. `check` refuses what is more than embedding, layers, norm and head."""
-
-    def __init__(self, model: Any):
-        self.model, self.base = model, model.base_model
-        self.argument = cache_argument(model)
-        missing = [n for n in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(self.base, n)]
-        if missing or not hasattr(model, "lm_head"):
-            raise UserError(f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}: no KL table for it")
-        self.device = self.base.embed_tokens.weight.device
-
-    def check(self, ids: Tensor) -> None:
-        """The stack's logits must be the model's own."""
-        ids = ids.to(self.device)
-        own = self.model(input_ids=ids, use_cache=False).logits.float()
-        ours = self.model.lm_head(self.base.norm(self.hidden(ids)[-1])).float()
-        if not torch.allclose(own, ours, atol=1e-3 * float(own.abs().max())):
-            raise UserError(
-                f"{type(self.model).__name__} is not a plain stack of layers (it scales or caps something on the way): "
-                "no KL table for it"
-            )
-
-    def hidden(self, ids: Tensor) -> list[Tensor]:
-        """Input of every layer and the last one's output, each (1, T, hidden)."""
-        states = [self.base.embed_tokens(ids)]
-        for index in range(len(self.base.layers)):
-            states.append(self.layer(index, states[-1], None))
-        return states
-
-    def resume(self, hidden: Tensor, target: _Compressed) -> Tensor:
-        """The last layer's output (rows, T, hidden), from the target layer's input (1, T, hidden)."""
-        states = hidden.expand(len(target.rows), -1, -1)
-        for index in range(target.layer, len(self.base.layers)):
-            states = self.layer(index, states, target if index == target.layer else None)
-        return states
-
-    def layer(self, index: int, states: Tensor, cache: Any, start: int = 0) -> Tensor:
-        """One layer's output for states (rows, T, hidden) at positions start, start + 1, ..."""
-        positions = torch.arange(start, start + states.shape[1], device=states.device)[None]
-        out = self.base.layers[index](
-            states,
-            attention_mask=None,
-            position_ids=positions,
-            position_embeddings=self.base.rotary_emb(states, positions),
-            **{self.argument: cache},
-        )
-        return out if isinstance(out, Tensor) else out[0]
-
-    def log_probabilities(self, states: Tensor, last: int) -> Tensor:
-        """(last, V) float32 log p of one row's last positions."""
-        parts = [F.log_softmax(x, dim=-1).float() for x in self._logits(states[-last:])]
-        return torch.cat(parts)
-
-    def divergence(self, reference: Tensor, states: Tensor) -> float:
-        """Mean KL(reference || states) in nats over the reference's positions."""
-        total, start = 0.0, 0
-        for logits in self._logits(states[-len(reference) :]):
-            total += float(_kl(reference[start : start + len(logits)], logits).sum())
-            start += len(logits)
-        return total / len(reference)
-
-    def divergences(self, reference: Tensor, states: Tensor) -> list[float]:
-        """The divergence of each of states (rows, positions, hidden), few positions each: many rows in one product."""
-        if states.shape[1] > POSITIONS:
-            return [self.divergence(reference, row) for row in states]
-        found: list[float] = []
-        for part in states.split(max(POSITIONS // states.shape[1], 1)):
-            (logits,) = self._logits(part.flatten(0, 1))
-            found += _kl(reference, logits.unflatten(0, part.shape[:2])).mean(-1).tolist()
-        return found
-
-    def _logits(self, states: Tensor) -> Any:
-        """float64: what separates p from q is often less than float32 resolves in a sum over the vocabulary."""
-        for part in states.split(POSITIONS):
-            yield self.model.lm_head(self.base.norm(part)).double()
-
-
-def _kl(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(p || q) of log p (n, V) and float64 logits (..., n, V) of q: (..., n)."""
-    log_p = reference.double()
-    p = log_p.exp()
-    # sum p (log p - z) + log Z: one pass over q's logits for each term, no log-probabilities of q are stored
-    return (p * log_p).sum(-1) - torch.einsum("nv,...nv->...n", p, logits) + p.sum(-1) * logits.logsumexp(-1)
-
-
-def agreement(proxy: Any, kl: Any, configs: Sequence[Config]) -> dict[str, Any]:
+def rank_agreement(proxy: Any, kl: Any, configs: Sequence[Config]) -> dict[str, Any]:
     """Rank agreement of two tables (L, C), JSON-able: per layer over configurations, per configuration over layers.
 
     {"per_layer": {"pearson": [L], "spearman": [L]}, "mean": {...}, "layers": L, "above_0.8": layers with r > 0.8,
@@ -347,3 +260,83 @@ def _correlations(x: Any, y: Any) -> dict[str, float | None]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return float(np.mean(known)) if known else None
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """`calibration.kl`."""
+
+    sequences: int = 4  # windows of the text
+    tokens: int = 512  # in each
+    positions: int | None = 64  # KL is averaged over the last so many of each; None: all
+    configs: str = "coarse"  # all, paper or coarse
+    text_file: str | None = None  # a UTF-8 text; None: the calibration part of the bundled one
+
+    def __post_init__(self) -> None:
+        whole(self, "calibration.kl", sequences=1, tokens=2)
+        if self.positions is not None:
+            if not is_whole(self.positions) or self.positions < 1:
+                raise UserError(f"calibration.kl.positions must be a whole number >= 1, got {self.positions!r}")
+            if self.positions > self.tokens:
+                raise UserError(f"calibration.kl.positions ({self.positions}) is more than its tokens ({self.tokens})")
+        choice("calibration.kl.configs", self.configs, tuple(NAMED))
+
+
+class KL(TableKind):
+    """MoE-nD's table of the model's output, of which the sensitivity is a proxy."""
+
+    settings = KLSettings
+
+    def identity(self, target: Target) -> dict[str, Any]:
+        """All settings, and how entries go; the text enters by its hash."""
+        own = dataclasses.asdict(target.calibration.of(self.name))
+        del own["text_file"]
+        return self.dropping(target) | own
+
+    def texts(self, target: Target) -> dict[str, Any]:
+        """The calibration part of a text; no benchmark tests on it."""
+        from moend.benchmarks import text
+
+        return {"text": text.part("calibration", target.calibration.of(self.name).text_file)}
+
+    def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A run of the model from each layer on, for each batch of configurations."""
+        s: KLSettings = target.calibration.of(self.name)
+        ids = token_ids(bench.loaded, self.texts(target)["text"], "set calibration.kl.text_file")
+        with bench.progress(f"KL table of {bench.loaded.spec.label}") as progress:
+            found = kl_table(
+                bench.model,
+                bench.on(windows(ids, s.sequences, s.tokens)),
+                named_configs(s.configs),
+                positions=s.positions,
+                progress=progress,
+                **self.evicting(target, bench),
+            )
+        return found.tensors(), {"tokens": s.sequences * s.tokens, "text_file": s.text_file}
+
+    def compare(self, artefact: Artefact, others: Mapping[str, Artefact]) -> Report | None:
+        """How well the sensitivity ranks what this table measures (MoE-nD, appendix B)."""
+        if "sensitivity" not in others:
+            return None
+        found = against_proxy(others["sensitivity"], artefact)
+        rows = [
+            (name, *("-" if r[k] is None else f"{r[k]:.2f}" for k in ("pearson", "spearman")))
+            for name, r in found["per_config"].items()
+        ]
+        mean = ", ".join(f"{k} {v:.3f}" for k, v in found["mean"].items() if v is not None)
+        lines = (
+            f"within layers, mean: {mean}; Pearson above 0.8 in {found['above_0.8']} of {found['layers']} layers",
+            "published (MoE-nD, appendix B): 0.945 and 0.937, 28 of 28; over layers about 0 for eviction",
+        )
+        columns = ("configuration", "Pearson over layers", "Spearman")
+        return Report(columns, rows, lines, title="sensitivity against KL")
+
+
+def against_proxy(sensitivity: Artefact, kl: Artefact) -> dict[str, Any]:
+    """`rank_agreement` of a sensitivity and a KL artefact, over the configurations that both hold."""
+    held = set(decode(sensitivity.tensors["configs"]))
+    both = [c for c in decode(kl.tensors["configs"]) if c in held]
+    return rank_agreement(table(sensitivity, both), table(kl, both), both)
+
+
+KIND = KL()

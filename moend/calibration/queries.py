@@ -1,4 +1,4 @@
-"""Query statistics for the trig scorer: where a head's queries point before RoPE turns them."""
+"""Query statistics for scorer trig: where a head's queries point before RoPE turns them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from moend.cache import prefill
+from moend.calibration.base import Bench, Kind, Target
 from moend.errors import UserError
 from moend.hf.rope import pairs, rotary, unrotate
-
-VERSION = 1  # raised when the numbers change
 
 
 @dataclass(frozen=True)
 class TrigStatistics:
-    """Means over positions of a head's complex pre-RoPE queries (TriAttention): E[q_f] and E|q_f| per pair.
+    """Means over positions of a head's complex queries before RoPE (TriAttention): E[q_f] and E|q_f| of each pair f.
 
-    Each is (L, Hq, d/2) float32. Pairs are (i, i + r) in the model's own layout; dimensions that a partial rotary
+    Each is (L, H_q, d/2) float32. Pairs are (i, i + r) in the model's own layout; dimensions that a partial rotary
     leaves alone follow as pairs of their own (see moend.hf.rope.pairs).
     """
 
@@ -51,7 +50,7 @@ class TrigStatistics:
         return {"mean_real": self.mean_real, "mean_imag": self.mean_imag, "mean_abs": self.mean_abs}
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """One layer's rows, each (Hq, d/2): a LayerView's `statistics`."""
+        """One layer's rows, each (H_q, d/2): a LayerView's `statistics`."""
         return {name: tensor[index] for name, tensor in self.tensors().items()}
 
 
@@ -59,3 +58,15 @@ def _mean(x: Tensor, keep: Tensor) -> Tensor:
     """The mean of x (B, Hq, T, r) over rows and positions with keep (B, T): (Hq, r)."""
     total = torch.einsum("bhtr,bt->hr", x, keep)
     return (total / keep.sum()).float()
+
+
+class Queries(Kind):
+    """Query statistics of the calibration prompt."""
+
+    def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """One prefill."""
+        found = TrigStatistics.measure(bench.model, bench.prompt)
+        return found.tensors(), {"tokens": bench.prompt.numel(), "text": self.texts(target)["text"]}
+
+
+KIND = Queries()

@@ -3,57 +3,54 @@
 An example is a prefix and an evaluation window W. For one layer at a time v~ = v + alpha ||v||_2 eps, eps ~ N(0, I), on
 the prefix positions that the base method may evict (RippleKV eq. 6); the response is the mean over W of
 KL(P || Q_l) (eq. 7). The same run with the base method's eviction in place of the noise gives the damage D_l (eq. 1).
-All layers are measured in one sweep (`moend.calibration.sweep`).
+All layers are measured in one pass (`moend.calibration.rerun`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moend.cache import Prefilled, attention_of, prefill
-from moend.cache.compressed import OBSERVATIONS
+from moend.budget import Arch
+from moend.cache import Prefilled, attention_of
 from moend.cache.layer_kv import gather
 from moend.cache.select import Selector
-from moend.calibration.kl import Stack
-from moend.calibration.sensitivity import attention_blocks, kept_tokens
-from moend.calibration.sweep import Base, Change, Sweep
+from moend.calibration.artefact import Artefact
+from moend.calibration.base import Bench, Examples, Kind, Report, Target, Values, whole
+from moend.calibration.rerun import Change, Evictor, Observe, reruns
+from moend.calibration.sensitivity import kept_tokens
 from moend.errors import UserError
-from moend.hf.rope import depends_on_length
 
-VERSION = 1
 RESAMPLES = 2000
 SPLITS = 50  # pairs of disjoint subsets of the examples
 
 
 @dataclass(frozen=True)
 class Noise:
-    """relative = alpha sqrt(d), the expected size of the noise in units of ||v||; its seed."""
+    """What cached values are disturbed with."""
 
-    relative: float
+    relative: float  # alpha sqrt(d): the expected size of the noise in units of ||v||
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Responses of N examples in L layers, float64, to each of `noises`; D at each of `keeps`, where asked for.
-
-    response (V, N, L): KL at the output, nats. local (V, N, L): ||a~ - a||_2 / ||a||_2 of the layer's own attention
-    output, averaged over the window. damage (K, N, L): KL at the output, nats.
-    """
+    """Responses of N examples in L layers to V noises, and the damage of K shares of entries; float64."""
 
     noises: tuple[Noise, ...]
     keeps: tuple[float, ...]
-    response: Tensor
-    local: Tensor
-    damage: Tensor
+    response: Tensor  # (V, N, L) KL at the output, nats
+    local: Tensor  # (V, N, L) ||a~ - a||_2 / ||a||_2 of the layer's own attention output, mean over the window
+    damage: Tensor  # (K, N, L) KL at the output, nats
 
     def tensors(self) -> dict[str, Tensor]:
         """As an artefact stores it: the first noise is the profile, the others its stability."""
@@ -70,74 +67,68 @@ def profile(
     model: Any,
     input_ids: Tensor,
     window: int,
-    base: Base,
+    evictor: Evictor,
     *,
     noises: Sequence[Noise] = (Noise(0.3),),
     draws: int = 1,
     keeps: Sequence[float] = (),
+    statistics: Mapping[str, Tensor] | None = None,
+    observe: Observe | None = None,
     tokens_at_once: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Profile a model on input_ids (N, P + window), no padding: prefixes of P tokens and the windows that follow.
 
-    draws: noise vectors per layer and example, averaged. keeps: shares of the prefix that the base method keeps for the
-    damage. tokens_at_once bounds a sweep (rows x window). progress(done, all) is called after each example.
+    draws: noise vectors per layer and example, averaged. keeps: shares of the prefix that the method keeps for the
+    damage; only then its scorer is asked (statistics, observe: see `damage_table`). tokens_at_once bounds the windows
+    under way. progress(done, all) is called after each example.
     """
     count, length = input_ids.shape
     prefix = length - window
-    if window < 1 or prefix < 1:
-        raise UserError(f"a ripple profile needs a prefix and a window, got {prefix} and {window} tokens")
-    recent = base.recent if isinstance(base.recent, int) else int(base.recent * prefix)
-    if prefix <= base.n_sink + recent:
+    protected = evictor.n_sink + (evictor.recent if isinstance(evictor.recent, int) else int(evictor.recent * prefix))
+    if 1 <= prefix <= protected:
         raise UserError(
-            f"calibration.ripple.prefix ({prefix}) must be longer than the {base.n_sink + recent} tokens that the "
-            "method protects: nothing could be evicted"
+            f"calibration.ripple.prefix ({prefix}) must be longer than the {protected} tokens that the method "
+            "protects: nothing could be evicted"
         )
-    if keeps and base.scorer.statistics:
-        raise UserError(f"the damage of scorer {base.scorer.name} is not measured: it needs a calibration of its own")
-    if keeps and (odd := set(base.scorer.observes) - set(OBSERVATIONS)):
-        raise UserError(f"the damage of scorer {base.scorer.name} is not measured: it needs {', '.join(sorted(odd))}")
-    if depends_on_length(model):
-        raise UserError(f"{type(model).__name__} turns keys by an angle that depends on the length: no ripple profile")
-    kinds = [(v, noise) for v, noise in enumerate(noises)]
-    blocks = attention_blocks(model)
-    response = torch.zeros(len(noises), count, len(blocks), dtype=torch.float64)
-    local, damage = torch.zeros_like(response), response.new_zeros(len(keeps), *response.shape[1:])
-    layers = response.shape[2]
-    wanted: dict[str, Any] = {}
-    if keeps:  # nobody else asks the scorer
-        wanted = {"last_queries": base.scorer.last_queries, "observe": base.scorer.observes}
+    asked = evictor.scorer if keeps else None
+    if asked is not None and asked.statistics and statistics is None:
+        raise UserError(f"the damage of scorer {asked.name} needs a calibration of its own ({asked.statistics})")
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
     with attention_of(model):
-        stack = Stack(model)
-        stack.check(input_ids[:1, :16])
-        for n in range(count):
-            ids = input_ids[n : n + 1].to(stack.device)
-            done = prefill(model, ids[:, :prefix], **wanted)
-            caches = [(x.keys[0], x.values[0]) for x in done.layers]
-            sweep = Sweep(stack, caches, ids[:, prefix:])
-            changes: list[list[Callable[[], Change]]] = [[] for _ in range(layers)]
-            targets: list[list[tuple[Tensor, int]]] = [[] for _ in range(layers)]  # where each change's KL goes
-            for layer in range(layers):
-                for v, noise in kinds:
-                    for draw in range(draws):
-                        changes[layer].append(partial(_disturb, caches[layer], base, noise, layer, n, draw))
-                        targets[layer].append((response[v], v))
-                for k, keep in enumerate(keeps):
-                    selector = Selector(base.scorer, layer, base.n_sink, base.recent, blocks[layer].scaling, seed=n)
-                    changes[layer].append(partial(_evict, done, selector, kept_tokens(keep, prefix)))
-                    targets[layer].append((damage[k], -1))
-            for layer, change, divergence, moved in sweep.run(changes, max(tokens_at_once // window, 1)):
-                where, v = targets[layer][change]
-                where[n, layer] += divergence / (draws if v >= 0 else 1)
-                if v >= 0:
-                    local[v, n, layer] += moved / draws
+        for n, rerun in enumerate(reruns(model, input_ids, window, scorer=asked, observe=observe)):
+            layers = len(rerun.caches)
+            response = torch.zeros(len(noises), layers, dtype=torch.float64)
+            local, damage = torch.zeros_like(response), response.new_zeros(len(keeps), layers)
+            selectors = evictor.selectors(rerun, statistics, seed=n) if keeps else []
+            changes: list[list[Callable[[], Change]]] = [
+                [
+                    *(
+                        partial(_disturb, rerun.caches[layer], evictor, noise, layer, n, draw)
+                        for noise in noises
+                        for draw in range(draws)
+                    ),
+                    *(partial(_evict, rerun.prefilled, selectors[layer], kept_tokens(k, prefix)) for k in keeps),
+                ]
+                for layer in range(layers)
+            ]
+            for layer, change, divergence, moved in rerun.run(changes, tokens_at_once):
+                v = change // draws
+                if v < len(noises):
+                    response[v, layer] += divergence / draws
+                    local[v, layer] += moved / draws
+                else:
+                    damage[change - len(noises) * draws, layer] = divergence
+            found.append((response, local, damage))
             if progress is not None:
                 progress(n + 1, count)
-    return Profile(tuple(noises), tuple(keeps), response, local, damage)
+    return Profile(tuple(noises), tuple(keeps), *(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
 
 
-def _disturb(cache: tuple[Tensor, Tensor], base: Base, noise: Noise, layer: int, example: int, draw: int) -> Change:
-    return Change(cache[0], disturbed(cache[1], base, noise, layer, example, draw))
+def _disturb(
+    cache: tuple[Tensor, Tensor], evictor: Evictor, noise: Noise, layer: int, example: int, draw: int
+) -> Change:
+    return Change(cache[0], disturbed(cache[1], evictor, noise, layer, example, draw))
 
 
 def _evict(prefilled: Prefilled, selector: Selector, keep: int) -> Change:
@@ -147,13 +138,13 @@ def _evict(prefilled: Prefilled, selector: Selector, keep: int) -> Change:
     return Change(*gather(keys, values, at, kept))
 
 
-def disturbed(values: Tensor, base: Base, noise: Noise, layer: int, example: int, draw: int) -> Tensor:
+def disturbed(values: Tensor, evictor: Evictor, noise: Noise, layer: int, example: int, draw: int) -> Tensor:
     """values (H, P, d) with v + alpha ||v||_2 eps where the base method may evict; eps is drawn on the CPU, seeded."""
     _, length, dim = values.shape
     seed = ((noise.seed * 1_000_003 + layer) * 1_000_003 + example) * 1_000_003 + draw
     generator = torch.Generator().manual_seed(seed % 2**63)
-    recent = base.recent if isinstance(base.recent, int) else int(base.recent * length)
-    start, stop = base.n_sink, length - recent
+    recent = evictor.recent if isinstance(evictor.recent, int) else int(evictor.recent * length)
+    start, stop = evictor.n_sink, length - recent
     part = values[:, start:stop].float()
     eps = torch.randn(part.shape, generator=generator).to(values.device)
     out = values.clone()
@@ -236,3 +227,119 @@ def _spearman(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float |
     from scipy import stats
 
     return float(stats.spearmanr(a, b).statistic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RippleSettings(Examples):
+    """`calibration.ripple`."""
+
+    relative_noise: float = 0.3  # alpha sqrt(d)
+    draws: int = 1  # of noise per layer and example
+    seed: int = 0  # of the noise
+    stability: bool = False  # also under a third, half, double and four times the noise, and another seed
+    damage: tuple[float, ...] = ()  # shares of the prefix at which D is measured
+
+    where: ClassVar[str] = "calibration.ripple"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, self.where, draws=1, seed=0)
+        noise = self.relative_noise
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 < noise < float("inf"):
+            raise UserError(f"{self.where}.relative_noise must be a number > 0, got {noise!r}")
+        if not isinstance(self.stability, bool):
+            raise UserError(f"{self.where}.stability must be true or false, got {self.stability!r}")
+        if not all(isinstance(k, int | float) and 0 < k < 1 for k in self.damage):
+            raise UserError(f"{self.where}.damage must be shares in (0, 1), got {list(self.damage)}")
+
+    @property
+    def noises(self) -> list[Noise]:
+        """The first makes the profile, the others show how stable it is."""
+        a, seed = self.relative_noise, self.seed
+        more = [*(Noise(a * f, seed) for f in (1 / 3, 1 / 2, 2, 4)), Noise(a, seed + 1)]
+        return [Noise(a, seed), *(more if self.stability else [])]
+
+    @property
+    def shares(self) -> list[float]:
+        """Those of `damage`, each once, in order."""
+        return sorted(set(self.damage))
+
+
+class Ripple(Kind):
+    """RippleKV's profile."""
+
+    settings = RippleSettings
+    makes_plans = True
+
+    def identity(self, target: Target) -> dict[str, Any]:
+        """All settings but the text, and what the method protects."""
+        s: RippleSettings = target.calibration.of(self.name)
+        own = {k: v for k, v in dataclasses.asdict(s).items() if k not in ("text", "text_file")}
+        own |= {"damage": s.shares} | target.held("n_sink", "recent")
+        return own | ({"scorer": target.scorer} if s.damage and target.method.scorer is not None else {})
+
+    def texts(self, target: Target) -> dict[str, Any]:
+        """Those that examples are cut from."""
+        return {"texts": target.calibration.of(self.name).texts()}
+
+    def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A window run again for each layer, noise and share."""
+        s: RippleSettings = target.calibration.of(self.name)
+        ids, method = s.ids(bench.loaded), target.method
+        assert target.scorer
+        recent = method.recent if isinstance(method.recent, int) else int(method.recent * s.prefix)
+        with bench.progress(f"ripple profile of {bench.loaded.spec.label}") as progress:
+            made = profile(
+                bench.model,
+                bench.on(ids),
+                s.window,
+                Evictor(method.make_scorer(), method.n_sink, recent),
+                noises=s.noises,
+                draws=s.draws,
+                keeps=s.shares,
+                statistics=bench.statistics,
+                observe=bench.observe,
+                progress=progress,
+            )
+        tensors = made.tensors()
+        return tensors, s.said(ids) | {"keeps": s.shares, **summary(tensors, s.noises, s.shares)}
+
+    def zeros(self, target: Target, arch: Arch) -> dict[str, Tensor]:
+        """Layers that all respond alike."""
+        return {name: torch.zeros(1, arch.layers) for name in ("response", "local")}
+
+    def figure(self, artefact: Artefact) -> dict[str, Any]:
+        """response and local (N, L), damage {keep: (N, L)}, info."""
+        t = artefact.tensors
+        damage = {keep: d.numpy() for keep, d in zip(artefact.info["keeps"], t["damage"], strict=True)}
+        return {"response": t["response"].numpy(), "local": t["local"].numpy(), "damage": damage, "info": artefact.info}
+
+    def report(self, artefact: Artefact, plan: Values) -> Report | None:
+        """The profile layer by layer, what it says of the damage, and how steady it is."""
+        found = self.figure(artefact)
+        damage, info, reference = found["damage"], found["info"], plan["t_ref"]
+        columns = [found["response"].mean(0), found["local"].mean(0), *(d.mean(0) for d in damage.values())]
+        rows = []
+        for i, x in enumerate(plan["layers"]):
+            entries = round(x["keep"] * reference) if x["tokens"] is None else min(x["tokens"], reference)
+            rows.append((str(i), *(f"{c[i]:.3g}" for c in columns), str(entries)))
+        lines = [f"{len(found['response'])} examples of {info['text']}; responses and damage in nats"]
+        for keep, said in info["damage"].items():
+            parts = ", ".join(f"{name} {_interval(said[name])}" for name in ("output", "local", "depth"))
+            lines.append(f"|Spearman| with the damage at {float(keep):.0%} kept: {parts}")
+        if info["damage"]:
+            lines.append("published (RippleKV, table 1): output 0.799 (0.723 to 0.857), depth 0.359 (0.218 to 0.480)")
+        by_number = sorted(info["stability"].items(), key=lambda item: [int(x) for x in re.findall(r"\d+", item[0])])
+        if steady := [f"{name} {r:.2f}" for name, r in by_number if r is not None]:
+            lines.append(f"Spearman of the profile with itself under: {'; '.join(steady)}")
+        heads = ("layer", "response", "local", *(f"damage at {k:.0%}" for k in damage), "entries")
+        return Report(heads, rows, lines)
+
+
+def _interval(r: dict[str, float | None]) -> str:
+    if r["value"] is None:
+        return "-"
+    return f"{r['value']:.2f}" + ("" if r["low"] is None else f" [{r['low']:.2f}, {r['high']:.2f}]")
+
+
+KIND = Ripple()

@@ -20,16 +20,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from moend.budget import BITS
+from moend.budget import BITS, Arch
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled, prefill
 from moend.calibration.artefact import Artefact
+from moend.calibration.base import Bench, Kind, Target
 from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule, accumulated_attention
 from moend.hf.rope import Rotary, rotary
 from moend.scoring import LayerView, Scorer
 
-VERSION = 1
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 EXTRA_KEEPS = (0.05, 0.025, 0.0125)  # join the lattice in this order where a budget asks for it
 ROUTED_BITS = (16, 8, 4)
@@ -41,9 +41,9 @@ Eviction = Literal["scorer", "random"]
 
 @dataclass(frozen=True)
 class Config:
-    """What is done to one layer: the share of tokens kept, and the bits of K and V."""
+    """What is done to one layer."""
 
-    keep: float
+    keep: float  # share of tokens that stay, in (0, 1]
     k_bits: int
     v_bits: int
 
@@ -328,3 +328,70 @@ def _layer(layer: LayerCapture, projection: nn.Linear, scaling: float, ranks: li
         total += torch.where(size > 0, error / size, (error > 0).float()).sum(1)
     flat = (total / length).reshape(len(ranks), -1)
     return flat[:, grid.at]
+
+
+class TableKind(Kind):
+    """A kind whose artefact is a table (L, C) over configurations, from which plans are solved."""
+
+    makes_plans = True
+
+    def zeros(self, target: Target, arch: Arch) -> dict[str, Tensor]:
+        """The table of the configurations that bound the budgets which can be met."""
+        keeps = target.calibration.keeps
+        own = tuple(target.method.keeps)
+        configs = lattice([k for k in extend_lattice(own) if k in own or k in keeps], BITS)
+        return {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
+
+    def dropping(self, target: Target) -> dict[str, Any]:
+        """Identity: how entries go while measuring."""
+        calibration, scorer = target.calibration, target.method.scorer
+        eviction = calibration.measured_eviction(scorer)
+        if eviction == "random":
+            return {"eviction": eviction, "seeds": list(calibration.seeds)}
+        return {"eviction": eviction, "scorer": dict(scorer)}
+
+    def evicting(self, target: Target, bench: Bench) -> dict[str, Any]:
+        """The same as arguments of a measurement."""
+        calibration, method = target.calibration, target.method
+        return {
+            "eviction": calibration.measured_eviction(method.scorer),
+            "scorer": method.make_scorer() if calibration.eviction == "scorer" else None,
+            "seeds": calibration.seeds,
+            "statistics": bench.statistics,
+        }
+
+
+class SensitivityKind(TableKind):
+    """MoE-nD's proxy: the relative L2 error of each layer's attention output."""
+
+    def identity(self, target: Target) -> dict[str, Any]:
+        """The lattice, in any order, and how entries go."""
+        c = target.calibration
+        lattice = {"keeps": sorted(set(c.keeps), reverse=True), "bits": sorted(set(c.bits), reverse=True)}
+        return self.dropping(target) | lattice
+
+    def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """One prefill of the calibration prompt."""
+        configs = lattice(target.calibration.keeps, target.calibration.bits)
+        found = measure(bench.model, bench.prompt, configs, **self.evicting(target, bench))
+        return found.tensors(), {"tokens": bench.prompt.numel(), "text": self.texts(target)["text"]}
+
+    def figure(self, artefact: Artefact) -> dict[str, Any]:
+        """singles (L, 9) and operations (their names); pair: the errors of keep_50 and of k8v8, whose bytes are equal
+        (None where the lattice lacks one); how: the eviction and the prompt in a few words.
+        """
+        equal = {"keep_50": Config(0.5, 16, 16), "k8v8": Config(1.0, 8, 8)}
+        pair = None
+        if set(equal.values()) <= set(decode(artefact.tensors["configs"])):
+            pair = dict(zip(equal, table(artefact, list(equal.values())).T, strict=True))
+        own = artefact.identity["settings"]["eviction"] == "scorer"
+        signal = "its own scores" if own else "random permutations"
+        return {
+            "singles": artefact.tensors["singles"].numpy(),
+            "operations": [c.name for c in decode(artefact.tensors["single_configs"])],
+            "pair": pair,
+            "how": f"eviction by {signal}, a prompt of {artefact.info['tokens']} tokens",
+        }
+
+
+KIND = SensitivityKind()

@@ -15,14 +15,13 @@ from moend.errors import Blocked, Infeasible
 from moend.version import ENGINE_VERSION
 from pipelines.planning import parts
 from pipelines.planning.identity import canonical
-from pipelines.planning.needs import CalibrationNeed, needs
+from pipelines.planning.needs import CalibrationNeed, needs, target
 from pipelines.planning.schema import RunConfig
 from pipelines.store.payload import text
 
 if TYPE_CHECKING:
     from moend.benchmarks import Benchmark
-    from moend.calibration import Calibration
-    from moend.calibration.artefact import Artefact
+    from moend.calibration import Artefact, Target
     from moend.methods.bind import BoundMethod
     from moend.methods.spec import Method
     from moend.models.load import ModelSpec
@@ -140,7 +139,7 @@ class Planner:
             method=method.label,
             benchmark=choices.get("benchmark", bench.name),
             identity=identity,
-            calibrations=() if arch is None else needs(config, spec, method, arch, weights),
+            calibrations=() if arch is None else needs(config, arch, weights),
             expected=expected,
             metrics={task: bench.metric(task) for task in bench.task_names},
             unit=bench.unit,
@@ -203,10 +202,8 @@ class Planner:
 
     def _infeasible(self, config: RunConfig, method: Method, arch: Arch, length: int, new: int) -> str | None:
         """Whether the budget can be met: that depends on bytes only, so a table of zeros stands for any other."""
-        made = parts.calibration(canonical(config.calibration))
-        zeros = self._once(
-            _zeros, method, arch, made, by=canonical([method.settings, arch.__dict__, config.calibration])
-        )
+        by = canonical([method.settings, arch.__dict__, config.calibration])
+        zeros = self._once(_zeros, target(config), arch, by=by)
         bound = bind_method(config, method, arch, length, new, zeros)
         try:
             if not bound.fits(length, new):
@@ -265,29 +262,14 @@ def _smallest(error: Infeasible, budget: Budget, arch: Arch, length: int) -> str
     return error.smallest
 
 
-def _zeros(method: Method, arch: Arch, calibration: Calibration) -> dict[str, Artefact]:
+def _zeros(asked: Target, arch: Arch) -> dict[str, Artefact]:
     """Calibrations of a model that does not mind anything: enough to know whether a budget can be met.
 
     They hold what the calibration's own would, as far as that bounds the budgets that can be met.
     """
-    import torch
+    from moend.calibration import Artefact, kind
 
-    from moend.calibration.artefact import Artefact
-    from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice
-
-    if (kind := method.make_allocator().calibration) is None:
-        return {}
-    flat = torch.zeros(1, arch.layers)
-    if kind == "ripple":
-        return {kind: Artefact(kind, {}, {"response": flat, "local": flat})}
-    own = tuple(getattr(method.make_allocator(), "keeps", ()))
-    keeps = [k for k in extend_lattice(own) if k in own or k in calibration.keeps]
-    configs = lattice(tuple(keeps), (16, 8, 4, 2))
-    if kind == "damage":
-        configs = tuple(Config(*c) for c in calibration.damage.configs)
-    tensors = {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
-    tensors["heads"] = torch.zeros(arch.layers, arch.kv_heads, len(configs))
-    return {kind: Artefact(kind, {}, tensors)}
+    return {name: Artefact(name, {}, kind(name).zeros(asked, arch)) for name in asked.method.calibrations}
 
 
 def on_gpu(config: RunConfig) -> bool:

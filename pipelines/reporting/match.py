@@ -204,11 +204,12 @@ class _Finder:
 
     @functools.cache  # noqa: B019 - lives as long as one report
     def _singles(self, model: str) -> tuple[Any, list[str]] | None:
-        from moend.calibration import readings
+        from moend.calibration import figure
 
         for row, folder in self.sweep.artefacts("sensitivity").values():
             if row.info["model"] == model:
-                return readings.single_operations(folder)
+                found = figure(folder, "sensitivity")
+                return found["singles"], found["operations"]
         return None
 
     def _error(self, fact: Fact) -> Ours | None:
@@ -228,9 +229,9 @@ class _Finder:
 
     @functools.cache  # noqa: B019
     def _profiles(self) -> list[tuple[Row, dict[str, Any]]]:
-        from moend.calibration import readings
+        from moend.calibration import figure
 
-        return [(row, readings.ripple_profile(f)) for row, f in self.sweep.artefacts("ripple").values()]
+        return [(row, figure(f, "ripple")) for row, f in self.sweep.artefacts("ripple").values()]
 
     def _ranks(self, fact: Fact) -> Ours | None:
         name = {"layer index": "depth", "output response": "output"}[fact.fields["signal"]]
@@ -250,14 +251,15 @@ class _Finder:
 
     @functools.cache  # noqa: B019
     def _agreement(self, model: str) -> dict[str, Any] | None:
-        from moend.calibration import readings
+        from moend.calibration import Artefact
+        from moend.calibration.kl import against_proxy
 
-        folders: dict[str, Any] = {}
+        found: dict[str, Artefact] = {}
         for kind in ("sensitivity", "kl"):
             for row, folder in self.sweep.artefacts(kind).values():
                 if row.info["model"] == model:
-                    folders.setdefault(kind, folder)
-        return readings.agreement(folders["sensitivity"], folders["kl"]) if len(folders) == 2 else None
+                    found.setdefault(kind, Artefact.load(folder, kind=kind))
+        return against_proxy(found["sensitivity"], found["kl"]) if len(found) == 2 else None
 
     def _proxy(self, fact: Fact) -> Ours | None:
         found = self._agreement(fact.fields["model"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moend.errors import Blocked
 from moend.version import ENGINE_VERSION
 from pipelines.cli.terminal import budget, question
 from pipelines.planning.identity import differences
@@ -62,14 +63,14 @@ class Row:
 def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
     """The cells of a sweep in its order, results where they are complete."""
     out = []
-    broken = functools.cache(functools.partial(_broken_quantiser, store))  # cells share artefacts
+    doubt = functools.cache(functools.partial(_doubt, store))  # cells share artefacts
     for cell in manifest["cells"]:
         folder = store.cell(cell["key"])
         result = folder.result()
-        agreement = cell["payload"]["calibrations"].get("agreement")
+        doubts = [doubt(kind, key) for kind, key in cell["payload"]["calibrations"].items()]
         if result is not None and (made := engine_of(cell["payload"])) < ENGINE_VERSION:
             state, result = f"superseded: made by engine {made}, this is {ENGINE_VERSION}; run its command again", None
-        elif result is not None and _quantised(result) and (why := broken(agreement)):
+        elif result is not None and _quantised(result) and (why := next(filter(None, doubts), None)):
             state, result = f"not tabled: {why}", None
         elif result is not None:
             state = "done"
@@ -90,11 +91,17 @@ def _quantised(result: dict[str, Any]) -> bool:
     return bool(min(*result["k_bits"], *result["v_bits"]) < 16)
 
 
-def _broken_quantiser(store: Store, key: str | None) -> str | None:
-    """Why what a quantiser stored gets no place in a table, by its agreement artefact; older cells have none."""
-    from moend.calibration import readings
+def _doubt(store: Store, name: str, key: str) -> str | None:
+    """Why a cell gets no place in a table, by a calibration that vouches for those which use it."""
+    from moend.calibration import Artefact, kind
 
-    return None if key is None else readings.broken_quantiser(store.calibration(key))
+    if not (this := kind(name)).vouches:
+        return None
+    folder = store.calibration(key)
+    try:
+        return this.doubt(Artefact.load(folder, kind=name))
+    except Blocked:
+        return f"its {name} calibration is not in the store ({folder}): run it again"
 
 
 _OF_METHOD = ("method.", "calibrations.")

@@ -16,13 +16,12 @@ from safetensors.torch import save_file
 
 from moend.benchmarks import benchmark
 from moend.benchmarks.recall import calibration_texts
-from moend.calibration import DamageSettings
-from moend.calibration.damage import damage_table, repeated
+from moend.calibration.damage import DamageSettings, damage_table, repeated
 from moend.calibration.kl import kl_table
+from moend.calibration.queries import TrigStatistics
+from moend.calibration.rerun import Evictor
 from moend.calibration.ripple import Noise, profile
 from moend.calibration.sensitivity import Config, extend_lattice, lattice, measure
-from moend.calibration.sweep import Base
-from moend.calibration.trig import TrigStatistics
 from moend.methods.spec import method
 from moend.models import load as models
 from moend.scoring import scorer
@@ -65,7 +64,7 @@ def calibrations(loaded: Any) -> dict[str, dict[str, torch.Tensor]]:
     by_score: dict[str, Any] = {"scorer": scorer("trig"), "statistics": queries}
     configs = lattice(extend_lattice(KEEPS))
     snap = method("RippleKV")
-    base = Base(snap.make_scorer(), snap.n_sink, snap.recent)
+    base = Evictor(snap.make_scorer(), snap.n_sink, snap.recent)
     texts = examples(loaded, 2)
     found = {
         "queries": queries,
@@ -77,7 +76,7 @@ def calibrations(loaded: Any) -> dict[str, dict[str, torch.Tensor]]:
     kinds = {"text": texts[:1], "recall": repeated(texts[1:], WINDOW, 8)}
     for name in ("ripple_2d", "ripple_2d_head"):
         m = method(name)
-        own = Base(m.make_scorer(), m.n_sink, m.recent)
+        own = Evictor(m.make_scorer(), m.n_sink, m.recent)
         measured = [Config(*c) for c in DamageSettings().configs]
         made = damage_table(
             model, kinds, WINDOW, measured, own, m.storage, every=3, heads=m.make_allocator().divides_heads

@@ -16,10 +16,10 @@ from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered, Sample
 from moend.budget import Budget, layer_bytes
 from moend.cache import LayerKV
-from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
+from moend.calibration.damage import DamageSettings
+from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice, measure
-from moend.calibration.trig import TrigStatistics
 from moend.decoding import Decoder, Generation, Job, Outcome
 from moend.engine import Engine, stable_seed
 from moend.errors import UserError

@@ -14,8 +14,8 @@ from moend.allocation import CostModel
 from moend.allocation.uniform import largest
 from moend.budget import Arch, Budget, layer_bytes, peak_layer_bytes
 from moend.cache import LayerCapture, Prefilled
-from moend.calibration import DamageSettings
 from moend.calibration.artefact import Artefact
+from moend.calibration.damage import DamageSettings
 from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattice, lattice
 from moend.errors import Blocked, Infeasible, UserError
 from moend.hf.rope import Rotary

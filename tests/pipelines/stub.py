@@ -115,26 +115,20 @@ def record(facts: Facts, key: str, budget: str, task: str, id: str, draw: int = 
     }  # fmt: skip
 
 
-def single_operations(folder: Path) -> tuple[Any, list[str]]:
-    """Stands in for a sensitivity artefact's single operations."""
-    return np.geomspace(0.01, 1, 6).reshape(3, 2), ["k8", "k4"]
-
-
-def sensitivity(folder: Path) -> dict[str, Any]:
-    """Stands in for what the landscape shows of a sensitivity artefact."""
-    singles, operations = single_operations(folder)
-    return {"singles": singles, "operations": operations, "pair": None, "how": "a stub"}
+def figure(folder: Path, name: str | None = None) -> dict[str, Any]:
+    """Stands in for what figures read of a sensitivity artefact."""
+    singles = np.geomspace(0.01, 1, 6).reshape(3, 2)
+    return {"singles": singles, "operations": ["k8", "k4"], "pair": None, "how": "a stub"}
 
 
 def install(monkeypatch: Any, **attributes: Any) -> Library:
     """Make the launcher use one stub library, and return it."""
-    from moend.calibration import readings
+    from moend import calibration
     from pipelines.execution import session as evaluate
 
     library = Library()
     for name, value in attributes.items():
         setattr(library, name, value)
     monkeypatch.setattr(evaluate, "Library", lambda: library)
-    monkeypatch.setattr(readings, "single_operations", single_operations)
-    monkeypatch.setattr(readings, "sensitivity", sensitivity)
+    monkeypatch.setattr(calibration, "figure", figure)
     return library

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from moend.benchmarks import text
-from moend.calibration import DamageSettings
-from moend.calibration.damage import repeated
+from moend.calibration.damage import DamageSettings, repeated
 from moend.models import load as models
 from pipelines import calibrate, run
 from pipelines.execution import calibrations

@@ -32,13 +32,12 @@ SWEEP = ("method=full,1d,2d,2d_hetero", "budget=10%,25%", "-m")
 STUB_MAIN = """
 import sys
 from pipelines import run
-from moend.calibration import readings
+from moend import calibration
 from pipelines.execution import session as evaluate
 from pipelines.reporting import figures
 from tests.pipelines import stub
 figures.first = lambda sweep, most: ([], [])  # drawing is slow, and nobody looks at them
-evaluate.Library, readings.single_operations = stub.Library, stub.single_operations
-readings.sensitivity = stub.sensitivity
+evaluate.Library, calibration.figure = stub.Library, stub.figure
 sys.exit(run.main())
 """
 

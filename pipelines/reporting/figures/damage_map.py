@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipelines.reporting.figures import style
+from pipelines.reporting.figures import Picture, style
+
+
+def of_plan(
+    plan: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]], title: str, model: str
+) -> Iterator[Picture]:
+    """The damage table that a plan comes from, above what the plan keeps."""
+    if (d := found.get("damage")) is not None:
+        show = partial(draw, d["hardest"], plan, d["configs"][-1].name, title)
+        yield Picture("damage_map", f"damage, {model}", "", show)
 
 
 def draw(kinds: Mapping[str, npt.NDArray[Any]], plan: Mapping[str, Any], cut: str, title: str, path: Path) -> bool:

@@ -22,7 +22,7 @@ RESAMPLES = 1000
 
 def pictures(sweep: Sweep) -> Iterator[Picture]:
     """Each profile, with the budgets of the cell whose layers differ most: small ones may leave nothing to divide."""
-    from moend.calibration import readings
+    from moend.calibration import figure
 
     for key, (_, folder) in sweep.artefacts("ripple").items():
         users = [r for r in sweep.done if r.payload["calibrations"].get("ripple") == key]
@@ -30,7 +30,7 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
         if not shared:
             continue
         row, tokens = max(shared, key=lambda pair: max(pair[1]) - min(pair[1]))
-        p, title = readings.ripple_profile(folder), f"{row.info['method']} at {row.columns[3]}, {row.info['model']}"
+        p, title = figure(folder, "ripple"), f"{row.info['method']} at {row.columns[3]}, {row.info['model']}"
         yield Picture(
             safe("ripple_profile", row.info["model"], key[:6]),
             f"RippleKV's profile and budgets: {row.info['model']}",
@@ -38,6 +38,13 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
             "decides how many entries each layer gets.",
             partial(draw, p["response"], p["local"], p["damage"], tokens, title),
         )
+
+
+def of_plan(plan: dict[str, Any], found: Mapping[str, Mapping[str, Any]], title: str, model: str) -> Iterator[Picture]:
+    """The profile that a plan comes from, with its budgets."""
+    if (p := found.get("ripple")) is not None:
+        show = partial(draw, p["response"], p["local"], p["damage"], entries(plan), title)
+        yield Picture("ripple_profile", f"RippleKV's profile: {model}", "", show)
 
 
 def entries(plan: dict[str, Any]) -> list[int]:

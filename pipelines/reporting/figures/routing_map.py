@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,11 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
             "What each layer was given: the share of the context it keeps, and the bits of its keys and values." + more,
             partial(draw, shown),
         )
+
+
+def of_plan(plan: dict[str, Any], found: Mapping[str, Any], title: str, model: str) -> Iterator[Picture]:
+    """What each layer was given."""
+    yield Picture("routing_map", f"Routing: {model}", "", partial(draw, [(title, plan)]))
 
 
 def draw(plans: Sequence[tuple[str, dict[str, Any]]], path: Path) -> bool:

@@ -21,10 +21,10 @@ Values = npt.NDArray[np.float64]
 
 def pictures(sweep: Sweep) -> Iterator[Picture]:
     """Every sensitivity artefact in four panels, every damage table as a heatmap."""
-    from moend.calibration import readings
+    from moend.calibration import figure
 
     for key, (row, folder) in sweep.artefacts("sensitivity").items():
-        found, model = readings.sensitivity(folder), row.info["model"]
+        found, model = figure(folder, "sensitivity"), row.info["model"]
         yield Picture(
             safe("sensitivity", model, key[:6]),
             f"Sensitivity landscape: {model}",
@@ -35,7 +35,7 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
             partial(landscape, found["singles"], found["operations"], equal=found["pair"], title=model),
         )
     for key, (row, folder) in sweep.artefacts("damage").items():
-        table, model = readings.damage(folder), row.info["model"]
+        table, model = figure(folder, "damage"), row.info["model"]
         names = [c.name for c in table["configs"]]
         yield Picture(
             safe("damage", model, key[:6]),
@@ -43,6 +43,18 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
             f"KL at the model's output when one layer alone is cut, mean of {table['examples']} examples a kind.",
             partial(draw, table["table"], names, f"damage, {model}", unit="KL at the output, nats (log)"),
         )
+
+
+def of_plan(
+    plan: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]], title: str, model: str
+) -> Iterator[Picture]:
+    """The tables that a plan comes from, as heatmaps."""
+    if (s := found.get("sensitivity")) is not None:
+        name = f"sensitivity, {model}"
+        yield Picture("sensitivity", name, "", partial(draw, s["singles"], s["operations"], name))
+    if (d := found.get("damage")) is not None:
+        names, name = [c.name for c in d["configs"]], f"damage, {model}"
+        yield Picture("damage", name, "", partial(draw, d["table"], names, name, unit="KL at the output, nats (log)"))
 
 
 def draw(

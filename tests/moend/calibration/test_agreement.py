@@ -83,7 +83,7 @@ def test_a_window_needs_a_prefix() -> None:
 @pytest.mark.req(22)
 def test_embedded_model_agrees_in_every_layout() -> None:
     """20 x 64 tokens on SmolLM2: at 8 bit at least 0.98 of them are full's, in each layout that a method stores."""
-    from moend.calibration import AgreementSettings
+    from moend.calibration.agreement import AgreementSettings
     from pipelines.execution.calibrations import _examples
 
     cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()

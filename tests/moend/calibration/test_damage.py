@@ -15,14 +15,14 @@ from moend.budget import Storage
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import damage_table, repeated
+from moend.calibration.queries import TrigStatistics
+from moend.calibration.rerun import Evictor
 from moend.calibration.sensitivity import Config, decode
-from moend.calibration.sweep import Base
-from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
 from moend.scoring import scorer
 from tests.tiny import tiny
 
-BASE = Base(scorer("snapkv", window=4, kernel=3), n_sink=2, recent=4)
+BASE = Evictor(scorer("snapkv", window=4, kernel=3), n_sink=2, recent=4)
 PREFIX, WINDOW, EVERY = 40, 9, 2
 CONFIGS = (Config(0.3, 8, 4), Config(0.1, 4, 4), Config(0.5, 16, 16), Config(1.0, 4, 8), Config(1.0, 16, 16))
 
@@ -178,7 +178,7 @@ def test_batches_of_rows_and_other_kinds_do_not_matter():
 def test_a_scorer_with_statistics_uses_them():
     model, ids = tiny(), draw(1)
     made = TrigStatistics.measure(model, draw(1, 5)).tensors()
-    base = Base(scorer("trig"), 2, 4)
+    base = Evictor(scorer("trig"), 2, 4)
     configs = (Config(0.3, 16, 16),)
     a = damage_table(model, {"text": ids}, WINDOW, configs, base, storage, statistics=made)
     other = {k: v.flip(0) for k, v in made.items()}
@@ -214,8 +214,10 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(UserError, match=r"calibration.damage.prefix \(40\) is too short to repeat"):
         repeated(draw(1), WINDOW, 25)
     with pytest.raises(UserError, match="the damage of scorer kvzip is not measured: it needs reconstruction"):
-        damage_table(tiny(), {"text": draw(1)}, WINDOW, CONFIGS, Base(scorer("kvzip"), 2, 4), storage)
+        damage_table(tiny(), {"text": draw(1)}, WINDOW, CONFIGS, Evictor(scorer("kvzip"), 2, 4), storage)
     with pytest.raises(UserError, match="ranks entries for all heads of a layer alike"):
-        damage_table(tiny(), {"text": draw(1)}, WINDOW, CONFIGS, Base(scorer("streaming"), 2, 4), storage, heads=True)
+        damage_table(
+            tiny(), {"text": draw(1)}, WINDOW, CONFIGS, Evictor(scorer("streaming"), 2, 4), storage, heads=True
+        )
     with pytest.raises(UserError, match="a prefix and a window"):
         damage_table(tiny(), {"text": draw(1)}, PREFIX + WINDOW, CONFIGS, BASE, storage)

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 import moend.calibration.kl as module
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.calibration.artefact import Artefact
-from moend.calibration.kl import COARSE, PAPER, agreement, kl_table, named_configs, windows
+from moend.calibration.base import windows
+from moend.calibration.kl import COARSE, PAPER, kl_table, named_configs, rank_agreement
+from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import Config, attention_blocks, random_ranks, table
-from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
 from moend.scoring import scorer
 from tests.tiny import ARCHITECTURES, tiny
@@ -171,7 +172,7 @@ def test_agreement_by_hand():
     configs = [Config(0.5, 16, 16), Config(1.0, 8, 16), Config(1.0, 4, 16), Config(1.0, 16, 16)]
     proxy = np.array([[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0], [5.0, 5.0, 5.0, 0.0]])
     kl = np.array([[10.0, 20.0, 30.0, 0.0], [9.0, 4.0, 1.0, 0.0], [1.0, 2.0, 3.0, 0.0]])
-    found = agreement(proxy, kl, configs)
+    found = rank_agreement(proxy, kl, configs)
     assert found["per_layer"]["pearson"][0] == pytest.approx(1.0)
     assert found["per_layer"]["spearman"] == [pytest.approx(1.0), pytest.approx(-1.0), None]
     assert found["mean"]["spearman"] == pytest.approx(0.0)
@@ -186,7 +187,7 @@ def test_agreement_by_hand():
 def test_spearman_only_sees_order(seed):
     rng = np.random.default_rng(seed)
     proxy, configs = rng.random((3, 10)), list(COARSE)
-    found = agreement(proxy, np.exp(5 * proxy), configs)
+    found = rank_agreement(proxy, np.exp(5 * proxy), configs)
     assert found["per_layer"]["spearman"] == [pytest.approx(1.0)] * 3
     assert found["mean"]["pearson"] <= 1 + 1e-9
 

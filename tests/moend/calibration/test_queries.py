@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moend.calibration.trig import TrigStatistics
+from moend.calibration.queries import TrigStatistics
 from moend.errors import UserError
 from tests.moend.hf.test_rope import BASE, ROPES
 from tests.tiny import ARCHITECTURES, tiny

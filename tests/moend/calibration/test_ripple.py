@@ -6,13 +6,13 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
+from moend.calibration.rerun import Evictor
 from moend.calibration.ripple import Noise, correlation, disturbed, profile, summary
-from moend.calibration.sweep import Base
 from moend.errors import UserError
 from moend.scoring import scorer
 from tests.tiny import tiny
 
-BASE = Base(scorer("snapkv", window=4, kernel=3), n_sink=2, recent=4)
+BASE = Evictor(scorer("snapkv", window=4, kernel=3), n_sink=2, recent=4)
 PREFIX, WINDOW = 30, 9
 
 
@@ -161,10 +161,10 @@ def test_what_cannot_be_profiled_is_refused():
     with pytest.raises(UserError, match="a prefix and a window"):
         profile(model, ids[:, :9], WINDOW, BASE)
     with pytest.raises(UserError, match="damage of scorer trig"):
-        profile(model, ids, WINDOW, Base(scorer("trig"), 2, 4), keeps=(0.5,))
+        profile(model, ids, WINDOW, Evictor(scorer("trig"), 2, 4), keeps=(0.5,))
     with pytest.raises(UserError, match="damage of scorer kvzip is not measured: it needs reconstruction"):
-        profile(model, ids, WINDOW, Base(scorer("kvzip"), 2, 4), keeps=(0.5,))
-    profile(model, ids, WINDOW, Base(scorer("kvzip"), 2, 4))  # the profile itself asks no scorer
+        profile(model, ids, WINDOW, Evictor(scorer("kvzip"), 2, 4), keeps=(0.5,))
+    profile(model, ids, WINDOW, Evictor(scorer("kvzip"), 2, 4))  # the profile itself asks no scorer
 
 
 def test_correlation_and_its_interval():

@@ -11,6 +11,7 @@ import moend.calibration.sensitivity as module
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled
 from moend.calibration.artefact import Artefact
+from moend.calibration.queries import TrigStatistics
 from moend.calibration.sensitivity import (
     EXTRA_KEEPS,
     KEEPS,
@@ -26,7 +27,6 @@ from moend.calibration.sensitivity import (
     sensitivity,
     table,
 )
-from moend.calibration.trig import TrigStatistics
 from moend.errors import UserError
 from moend.scoring import scorer
 from tests.tiny import ARCHITECTURES, tiny
