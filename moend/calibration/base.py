@@ -237,7 +237,7 @@ class Examples:
 
     def ids(self, loaded: Any) -> Tensor:
         """(count, prefix + window) ids, the BOS included: disjoint windows."""
-        from moend.benchmarks.base import added_bos
+        from moend.benchmarks.prompts import added_bos
 
         bos, limit = list(added_bos(loaded.tokenizer)), loaded.arch.max_positions
         if self.prefix + self.window > limit:

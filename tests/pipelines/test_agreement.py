@@ -71,4 +71,4 @@ def test_agreement_is_measured_recorded_and_asked(
     path.unlink()
     assert report.main([f"paths.store={tmp_path}"]) == 0
     rows = table(tmp_path)
-    assert rows["MiniKV"]["state"].startswith("not tabled: its token agreement with full is not in the store")
+    assert rows["MiniKV"]["state"].startswith("not tabled: its agreement calibration is not in the store")

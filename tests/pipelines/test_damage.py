@@ -14,7 +14,6 @@ from moend.benchmarks import text
 from moend.calibration.damage import DamageSettings, repeated
 from moend.models import load as models
 from pipelines import calibrate, run
-from pipelines.execution import calibrations
 from pipelines.planning.facts import Facts, Planner
 from pipelines.planning.schema import validate
 from tests.pipelines.conftest import compose_points
@@ -134,7 +133,7 @@ def test_no_window_is_of_the_test_split() -> None:
     spec = models.spec("smollm2_135m")
     loaded = SimpleNamespace(tokenizer=Letters(), spec=spec, arch=SimpleNamespace(max_positions=8192))
     s = DamageSettings(examples=4)
-    ids = calibrations._examples(loaded, s, 8, "calibration.damage")  # type: ignore[arg-type]
+    ids = s.ids(loaded)
     assert ids.shape == (8, s.prefix + s.window)
     assert (ids[:, 0] == 0).all()
     own, other = text.part("calibration"), text.part("test")

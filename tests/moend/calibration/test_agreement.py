@@ -84,12 +84,11 @@ def test_a_window_needs_a_prefix() -> None:
 def test_embedded_model_agrees_in_every_layout() -> None:
     """20 x 64 tokens on SmolLM2: at 8 bit at least 0.98 of them are full's, in each layout that a method stores."""
     from moend.calibration.agreement import AgreementSettings
-    from pipelines.execution.calibrations import _examples
 
     cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
     loaded = models.load(models.spec("smollm2_135m"), cache)
     s = AgreementSettings(text="text")
-    ids = _examples(loaded, s, s.examples, "calibration.agreement")
+    ids = s.ids(loaded)
     assert ids.shape == (20, s.prefix + s.window) and s.window == 64
     # everything on one prefill of each example: at 16 bit, where all layouts are the same, and at 8 bit in each
     cells = [(16, QUANTISING[0]), *((8, name) for name in layouts().values())]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from moend.budget import Storage
+from moend.cache import prefill
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import damage_table, repeated
@@ -19,6 +20,7 @@ from moend.calibration.queries import TrigStatistics
 from moend.calibration.rerun import Evictor
 from moend.calibration.sensitivity import Config, decode
 from moend.errors import UserError
+from moend.replay import Replay, Request
 from moend.scoring import scorer
 from tests.tiny import tiny
 
@@ -35,8 +37,11 @@ def draw(count, seed=0):
     return torch.randint(3, 97, (count, PREFIX + WINDOW), generator=torch.Generator().manual_seed(seed))
 
 
-def compressed(key, value, query, scaling, config, sliding):
-    """(keys, values, positions) of a prefix as SnapKV leaves it, head by head: kept, then quantised but for a tail."""
+def compressed(key, value, query, scaling, config, sliding, scores=None):
+    """(keys, values, positions) of a prefix as SnapKV leaves it, head by head: kept, then quantised but for a tail.
+
+    scores (H, PREFIX): another scorer's.
+    """
     count, group = max(1, round(config.keep * PREFIX)), len(query) // len(key)
     tail, out = count // 4, []
     for h in range(len(key)):
@@ -49,6 +54,7 @@ def compressed(key, value, query, scaling, config, sliding):
         score[-4:] = 0
         score = F.avg_pool1d(score[None], 3, stride=1, padding=1)[0]
         score[-4:] = torch.tensor([2.0, 3.0, 4.0, 5.0])  # its window always stays
+        score = score if scores is None else scores[h].clone()
         sinks = min(2, count // 2)
         score[:sinks] = torch.inf
         score[PREFIX - min(4, count - sinks) :] = torch.inf
@@ -63,10 +69,10 @@ def compressed(key, value, query, scaling, config, sliding):
     return out
 
 
-def run(model, ids, layer=None, config=None, only=None):
+def run(model, ids, layer=None, config=None, only=None, scores=None):
     """Log-probabilities of the window, by one eager forward; window queries of `layer` see its compressed prefix.
 
-    only: of this KV head alone.
+    only: of this KV head alone. scores: see `compressed`.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -79,9 +85,8 @@ def run(model, ids, layer=None, config=None, only=None):
         shares = (query @ key.repeat_interleave(group, 1).mT * scaling).masked_fill(~sees, -torch.inf).softmax(-1)
         out = shares @ value.repeat_interleave(group, 1)
         if block.layer_idx == layer:
-            held = compressed(
-                key[0, :, :PREFIX], value[0, :, :PREFIX], query[0, :, :PREFIX], scaling, config, sliding_window
-            )
+            before = (x[0, :, :PREFIX] for x in (key, value, query))
+            held = compressed(*before, scaling, config, sliding_window, scores)
             for head in range(query.shape[1]):
                 if only not in (None, head // group):
                     continue
@@ -186,6 +191,35 @@ def test_a_scorer_with_statistics_uses_them():
     assert (a.table > 0).all() and not torch.equal(a.table, b.table)
 
 
+@pytest.mark.req(5)
+def test_a_scorer_that_replays_the_prompt_does_so_once_per_window():
+    """KVZip, each KV head: the cut is by its scores over the whole prefix, which `test_replay` holds to naive ones."""
+    model, ids, asked = tiny(), draw(2), []
+    replay = Replay(model, None, 4096)
+    replay.request = Request((80, 81, 82), (83, 84))
+
+    def observe(done, names, tokens, context):
+        asked.append((set(names), context))
+        return replay.observe(done, names, tokens, context)
+
+    evictor = Evictor(scorer("kvzip"), n_sink=2, recent=4)
+    found = damage_table(
+        model, {"text": ids}, WINDOW, CONFIGS, evictor, storage, every=EVERY, heads=True, observe=observe
+    )
+    assert asked == [({"reconstruction"}, (0, PREFIX))] * 2
+    snap = damage_table(model, {"text": ids}, WINDOW, CONFIGS, BASE, storage, every=EVERY, heads=True)
+    assert not torch.allclose(found.table, snap.table, rtol=1e-2)
+    for n in range(2):
+        before = ids[n : n + 1, :PREFIX]
+        done = replay.observe(prefill(model, before), {"reconstruction"}, before[0].tolist(), (0, PREFIX))
+        full = run(model, ids[n : n + 1])
+        for layer, head in itertools.product(range(3), range(2)):
+            scores = done.observed["reconstruction"][layer][0]
+            for c, config in enumerate(CONFIGS[:4]):
+                expected = divergence(full, run(model, ids[n : n + 1], layer, config, head, scores))
+                assert found.per_example[0, n, layer, head, c].item() == pytest.approx(expected, rel=5e-3, abs=2e-6)
+
+
 def test_the_model_is_left_as_it_was():
     model = tiny()
     before = model.config._attn_implementation
@@ -213,7 +247,7 @@ def test_a_passage_comes_again(window, cue, spare, rows):
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(UserError, match=r"calibration.damage.prefix \(40\) is too short to repeat"):
         repeated(draw(1), WINDOW, 25)
-    with pytest.raises(UserError, match="the damage of scorer kvzip is not measured: it needs reconstruction"):
+    with pytest.raises(UserError, match="scorer kvzip needs reconstruction, and nothing here replays the prompt"):
         damage_table(tiny(), {"text": draw(1)}, WINDOW, CONFIGS, Evictor(scorer("kvzip"), 2, 4), storage)
     with pytest.raises(UserError, match="ranks entries for all heads of a layer alike"):
         damage_table(

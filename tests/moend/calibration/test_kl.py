@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import moend.calibration.kl as module
 from moend.cache.packing import fake_quant_k, fake_quant_v
+from moend.calibration import rerun
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import windows
 from moend.calibration.kl import COARSE, PAPER, kl_table, named_configs, rank_agreement
@@ -72,7 +73,7 @@ def test_batching_and_blocks_do_not_matter(monkeypatch):
     model, ids = tiny("llama"), draw_ids(1, 50)
     one = kl_table(model, ids, CONFIGS, positions=None, scorer=scorer("snapkv", window=8), tokens_at_once=1)
     monkeypatch.setattr(module, "QUERIES", 16)
-    monkeypatch.setattr(module, "POSITIONS", 11)
+    monkeypatch.setattr(rerun, "POSITIONS", 11)
     seen = []
     all_ = kl_table(
         model,

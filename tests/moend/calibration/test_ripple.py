@@ -162,7 +162,7 @@ def test_what_cannot_be_profiled_is_refused():
         profile(model, ids[:, :9], WINDOW, BASE)
     with pytest.raises(UserError, match="damage of scorer trig"):
         profile(model, ids, WINDOW, Evictor(scorer("trig"), 2, 4), keeps=(0.5,))
-    with pytest.raises(UserError, match="damage of scorer kvzip is not measured: it needs reconstruction"):
+    with pytest.raises(UserError, match="scorer kvzip needs reconstruction"):
         profile(model, ids, WINDOW, Evictor(scorer("kvzip"), 2, 4), keeps=(0.5,))
     profile(model, ids, WINDOW, Evictor(scorer("kvzip"), 2, 4))  # the profile itself asks no scorer
 

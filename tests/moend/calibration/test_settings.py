@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +9,23 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import moend.calibration.kl as kl
-from moend.calibration import Calibration
+from moend.calibration import Calibration, Target, kind, kinds
 from moend.calibration.artefact import canonical
+from moend.calibration.base import windows
 from moend.calibration.sensitivity import EXTRA_KEEPS, KEEPS, lattice
 from moend.errors import UserError
 
 CONF = Path(__file__).parents[3] / "conf" / "calibration"
+
+
+def identity(made: Calibration, name: str, scorer):
+    """The settings in the identity of a kind, for a method with this scorer."""
+    from moend.scoring import scorer as build
+
+    held = {"n_sink": 4, "recent": 32, "group": 64, "window": None, "channels": 64}
+    ranks = None if scorer is None else build(**scorer)
+    method = SimpleNamespace(name="M", scorer=scorer, make_scorer=lambda: ranks, heads=False, **held)
+    return kind(name).identity(Target(made, method, SimpleNamespace(texts="text", store_dtype="bfloat16")))
 
 
 def read(name: str) -> Calibration:
@@ -24,9 +36,9 @@ def read(name: str) -> Calibration:
 @pytest.mark.parametrize("name", sorted(p.stem for p in CONF.glob("*.yaml")))
 def test_every_file_binds(name):
     made = read(name)
-    for kind in ("sensitivity", "queries", "kl", "ripple", "damage"):
-        canonical(made.settings(kind, {"name": "trig"}))
-    assert kl.named_configs(made.kl.configs)
+    for name in kinds():
+        canonical(identity(made, name, {"name": "trig"}))
+    assert kl.named_configs(made.of("kl").configs)
 
 
 def test_the_files_say_what_the_method_says():
@@ -34,8 +46,9 @@ def test_the_files_say_what_the_method_says():
     assert Calibration().keeps == (*KEEPS, *EXTRA_KEEPS)
     paper = read("paper")
     assert len(lattice(paper.keeps, paper.bits)) == 54
-    assert (paper.eviction, paper.kl.sequences, paper.kl.tokens, paper.kl.positions) == ("random", 8, 2048, None)
-    assert read("small").kl == Calibration().kl
+    long = paper.of("kl")
+    assert (paper.eviction, long.sequences, long.tokens, long.positions) == ("random", 8, 2048, None)
+    assert read("small").of("kl") == Calibration().of("kl")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,7 @@ def test_the_files_say_what_the_method_says():
         ({"ripple": {"relative_noise": 0}}, "calibration.ripple.relative_noise must be a number > 0, got 0"),
         ({"ripple": {"examples": 0}}, "calibration.ripple.examples must be a whole number >= 1, got 0"),
         ({"ripple": {"damage": [1.0]}}, r"calibration.ripple.damage must be shares in \(0, 1\)"),
-        ({"ripple": {"damage": 0.2}}, "calibration.ripple.damage must be a list of shares, got 0.2"),
+        ({"ripple": {"damage": 0.2}}, "calibration.ripple.damage must be a list, got 0.2"),
         ({"ripple": {"text": "txt"}}, "Did you mean 'text'"),
         ({"ripple": {"text": "file"}}, "text_file must be given exactly where"),
         ({"ripple": {"text_file": "x"}}, "text_file must be given exactly where"),
@@ -87,37 +100,37 @@ def test_mistakes_are_one_line(fields, message):
 def test_settings_hold_only_what_the_numbers_depend_on():
     a = Calibration()
     trig = {"name": "trig"}
-    assert a.settings("queries", trig) == {}
-    assert "seeds" not in a.settings("sensitivity", trig)
-    assert a.settings("sensitivity", trig) != a.settings("sensitivity", {"name": "snapkv"})
+    assert identity(a, "queries", trig) == {}
+    assert "seeds" not in identity(a, "sensitivity", trig)
+    assert identity(a, "sensitivity", trig) != identity(a, "sensitivity", {"name": "snapkv"})
     shuffled = Calibration.from_fields({"keeps": list(reversed(a.keeps)), "seeds": [7], "kl": {"tokens": 600}})
-    assert shuffled.settings("sensitivity", trig) == a.settings("sensitivity", trig)
-    assert shuffled.settings("kl", trig) != a.settings("kl", trig)
+    assert identity(shuffled, "sensitivity", trig) == identity(a, "sensitivity", trig)
+    assert identity(shuffled, "kl", trig) != identity(a, "kl", trig)
     random = Calibration(eviction="random")
-    assert random.settings("sensitivity", trig) == random.settings("sensitivity", None)
-    assert random.settings("sensitivity", None)["seeds"] == [0, 1, 2]
-    assert canonical(Calibration.from_fields({"keeps": [1, 0.5]}).settings("sensitivity", trig)) == canonical(
-        Calibration.from_fields({"keeps": [1.0, 0.5]}).settings("sensitivity", trig)
+    assert identity(random, "sensitivity", trig) == identity(random, "sensitivity", None)
+    assert identity(random, "sensitivity", None)["seeds"] == [0, 1, 2]
+    assert canonical(identity(Calibration.from_fields({"keeps": [1, 0.5]}), "sensitivity", trig)) == canonical(
+        identity(Calibration.from_fields({"keeps": [1.0, 0.5]}), "sensitivity", trig)
     )
     snap = {"name": "snapkv"}
-    assert a.settings("ripple", snap) == a.settings("ripple", trig)  # noise knows no scorer
+    assert identity(a, "ripple", snap) == identity(a, "ripple", trig)  # noise knows no scorer
     damage = Calibration.from_fields({"ripple": {"damage": [0.2, 0.1, 0.2]}})
-    assert damage.settings("ripple", snap)["damage"] == [0.1, 0.2]
-    assert damage.settings("ripple", snap) != damage.settings("ripple", trig)
-    assert shuffled.settings("ripple", snap) == a.settings("ripple", snap)
+    assert identity(damage, "ripple", snap)["damage"] == [0.1, 0.2]
+    assert identity(damage, "ripple", snap) != identity(damage, "ripple", trig)
+    assert identity(shuffled, "ripple", snap) == identity(a, "ripple", snap)
     # A method that keeps every token has no scorer to evict with, and no use for the columns that evict.
-    assert a.settings("sensitivity", None) == random.settings("sensitivity", trig)
+    assert identity(a, "sensitivity", None) == identity(random, "sensitivity", trig)
 
 
 def test_damage_settings_hold_only_what_the_numbers_depend_on():
     snap = {"name": "snapkv"}
-    a = Calibration().settings("damage", snap)
+    a = identity(Calibration(), "damage", snap)
 
     def of(**fields):
-        return Calibration.from_fields({"damage": fields}).settings("damage", snap)
+        return identity(Calibration.from_fields({"damage": fields}), "damage", snap)
 
     assert of(keeps=[1, 0.6, 0.35, 0.2, 0.1, 0.05, 0.025, 0.6], bits=[[4, 4], [8, 4, 0.35]]) == a
-    assert Calibration(eviction="random").settings("damage", snap) == a  # the method's own scorer, always
+    assert identity(Calibration(eviction="random"), "damage", snap) == a  # the method's own scorer, always
     assert of(kinds=["text"], cue=3) == of(kinds=["text"])
     changed = [
         of(bits=[[8, 4], [4, 4]]),
@@ -129,13 +142,13 @@ def test_damage_settings_hold_only_what_the_numbers_depend_on():
         of(keeps=[0.5]),
         of(bits=[[8, 8]]),
     ]
-    assert all(x != a for x in [*changed, Calibration().settings("damage", {"name": "trig"})])
-    with pytest.raises(UserError, match="needs a method with a scorer"):
-        Calibration().settings("damage", None)
+    assert all(x != a for x in [*changed, identity(Calibration(), "damage", {"name": "trig"})])
+    with pytest.raises(UserError, match="M has no scorer"):
+        identity(Calibration(), "damage", None)
 
 
 def test_settings_reach_the_table():
     made = Calibration(keeps=(0.5, 1.0), bits=(16, 4))
-    ids = kl.windows(range(2100), made.kl.sequences, made.kl.tokens)
+    ids = windows(range(2100), made.of("kl").sequences, made.of("kl").tokens)
     assert ids.shape == (4, 512)
     assert ids.dtype == torch.int64
