@@ -91,16 +91,21 @@ class Target:
 
     @property
     def scorer(self) -> dict[str, Any]:
-        """Name and settings of the method's scorer; UserError where it has none."""
+        """Name and all settings of the method's scorer; UserError where it has none."""
         if self.method.scorer is None:
             raise UserError(f"{self.method.name} has no scorer: nothing could be evicted")
-        return dict(self.method.scorer)
+        return dict(self.method.settings["scorer"])
 
     @property
     def replays(self) -> bool:
         """Whether the scorer replays the prompt."""
         made = self.method.make_scorer()
         return made is not None and bool(set(made.observes) - set(OBSERVATIONS))
+
+    @property
+    def heads(self) -> bool:
+        """Whether the method gives each KV head entries of its own."""
+        return bool(self.method.make_allocator().divides_heads)
 
     def held(self, *names: str) -> dict[str, Any]:
         """These fields of the method, for an identity."""

@@ -223,7 +223,7 @@ class Damage(TableKind):
         own |= {"scorer": target.scorer, "method": target.held("n_sink", "recent", "group", "window", "channels")}
         if target.replays:
             own["reconstruction"] = target.model.reconstruction  # the words that ask for it
-        return own | ({"heads": True} if target.method.heads else {})
+        return own | ({"heads": True} if target.heads else {})
 
     def texts(self, target: Target) -> dict[str, Any]:
         """Those that examples are cut from."""
@@ -244,7 +244,7 @@ class Damage(TableKind):
                 Evictor(method.make_scorer(), method.n_sink, method.recent),
                 method.storage,
                 every=s.every,
-                heads=method.heads,
+                heads=target.heads,
                 statistics=bench.statistics,
                 observe=bench.observe,
                 progress=progress,

@@ -338,7 +338,7 @@ class TableKind(Kind):
     def zeros(self, target: Target, arch: Arch) -> dict[str, Tensor]:
         """The table of the configurations that bound the budgets which can be met."""
         keeps = target.calibration.keeps
-        own = tuple(target.method.keeps)
+        own = tuple(target.method.make_allocator().keeps)
         configs = lattice([k for k in extend_lattice(own) if k in own or k in keeps], BITS)
         return {"table": torch.zeros(arch.layers, len(configs)), "configs": encode(configs)}
 
@@ -348,7 +348,7 @@ class TableKind(Kind):
         eviction = calibration.measured_eviction(scorer)
         if eviction == "random":
             return {"eviction": eviction, "seeds": list(calibration.seeds)}
-        return {"eviction": eviction, "scorer": dict(scorer)}
+        return {"eviction": eviction, "scorer": target.scorer}
 
     def evicting(self, target: Target, bench: Bench) -> dict[str, Any]:
         """The same as arguments of a measurement."""

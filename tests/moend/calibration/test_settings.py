@@ -24,7 +24,8 @@ def identity(made: Calibration, name: str, scorer):
 
     held = {"n_sink": 4, "recent": 32, "group": 64, "window": None, "channels": 64}
     ranks = None if scorer is None else build(**scorer)
-    method = SimpleNamespace(name="M", scorer=scorer, make_scorer=lambda: ranks, heads=False, **held)
+    method = SimpleNamespace(name="M", scorer=scorer, make_scorer=lambda: ranks, settings={"scorer": scorer}, **held)
+    method.make_allocator = lambda: SimpleNamespace(divides_heads=False)
     return kind(name).identity(Target(made, method, SimpleNamespace(texts="text", store_dtype="bfloat16")))
 
 
