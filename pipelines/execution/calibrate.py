@@ -65,7 +65,8 @@ def _by_reason(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def _compare(plan: Plan, console: Console) -> None:
     """What kinds say of their artefacts beside those of other kinds."""
-    found = {n.kind: Artefact.load(plan.store.calibration(n.key)) for n, _ in plan.calibrations.values()}
+    folders = {n.kind: plan.store.calibration(n.key) for n, _ in plan.calibrations.values()}
+    found = {name: Artefact.load(f) for name, f in folders.items() if (f / "artefact.json").exists()}  # not refused
     for name, artefact in found.items():
         show_report(kind(name).compare(artefact, found), console)
 
