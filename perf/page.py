@@ -27,6 +27,7 @@ NAMES = (
     "planning", "report",
 )  # fmt: skip
 HISTORY = Path(__file__).with_name("history.jsonl")
+KERNELS = Path(__file__).with_name("kernels.md")  # the choice of kernels, measured once and written by hand
 LINES = 12  # of the history on the page
 DRAWN = ("DynamicCache sdpa", "full", "K8/V4", "SnapKV 10 %", "2d_hetero 1/14", "floor")
 INK = dict(zip(DRAWN, (style.GREY, style.BLUE, style.RED, style.GREEN, style.PURPLE, "#BBBBBB"), strict=True))
@@ -135,7 +136,7 @@ def write(folder: Path, page: Path) -> None:
     if x := data.get("report"):
         lines += [f"- The report of {x['cells']} cells x {x['examples']} samples: {x['compared'] + x['write']:.1f} s "]
         lines[-1] += f"({x['cpu']:g} s of CPU time), {x['files']} files, a page of {x['page_mib']:g} MiB."
-    lines += [""]
+    lines += ["", KERNELS.read_text()]
     if missing := [n for n in NAMES if n not in data]:
         lines += [f"Not measured: {', '.join(missing)}.", ""]
     lines += _history()
