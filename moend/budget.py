@@ -7,6 +7,7 @@ bit, int32 positions. A test holds predicted bytes against held ones, to the byt
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -49,6 +50,9 @@ class Storage:
     summing it.
     queries: also so many 16-bit query vectors per KV head, the last ones of its group, for scorers that go by them
     while decoding. channels: most channels that share one V scale.
+    scales: K scales per KV head of a quantised layer that evicts while decoding (`evicting`); 0: one per group, for a
+    layer that does not. Groups then have unequal lengths: one int32 each says how many entries are left of it, and a
+    byte per channel how often the oldest group's range grew.
     """
 
     k_bits: int = 16
@@ -59,6 +63,7 @@ class Storage:
     accumulated: bool = False
     queries: int = 0
     channels: int = 64
+    scales: int = 0
 
     def __post_init__(self) -> None:
         if self.k_bits not in BITS or self.v_bits not in BITS:
@@ -76,7 +81,17 @@ class Storage:
     @property
     def whole(self) -> Storage:
         """How a layer that never evicts is held: nothing is kept for choosing."""
-        return replace(self, positions="none", accumulated=False, queries=0)
+        return replace(self, positions="none", accumulated=False, queries=0, scales=0)
+
+    def evicting(self, cap: int) -> Storage:
+        """How a layer is held that evicts while decoding whatever passes `cap`.
+
+        Evictions leave groups of K half empty: there are twice as many scales as full groups would need, so their
+        number follows from the cap and not from what survives.
+        """
+        if not self.quantised:
+            return self
+        return replace(self, scales=max(2 * -(-cap // self.group), 2) if self.k_bits < 16 else 1)
 
 
 def v_group(head_dim: int, channels: int = 64) -> int:
@@ -96,7 +111,8 @@ def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, t
         t = np.minimum(n, storage.window) if tail is None else np.asarray(tail, dtype=np.int64)
     m = n - t
     if storage.k_bits < 16:
-        k = m * head_dim * storage.k_bits // 8 + -(-m // storage.group) * head_dim * 4 + t * head_dim * 2
+        scales = storage.scales or -(-m // storage.group)
+        k = m * head_dim * storage.k_bits // 8 + scales * head_dim * 4 + t * head_dim * 2
     else:
         k = n * head_dim * 2
     if storage.v_bits < 16:
@@ -104,17 +120,57 @@ def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, t
         v = m * head_dim * storage.v_bits // 8 + m * scales * 4 + t * head_dim * 2
     else:
         v = n * head_dim * 2
+    groups = 4 * storage.scales + head_dim * (storage.scales > 0 and storage.k_bits < 16)
     beside = {"none": 0, "shared": 4, "per_head": 4 * kv_heads}[storage.positions] + 4 * kv_heads * storage.accumulated
-    return np.asarray(kv_heads * (k + v + storage.queries * head_dim * 2) + beside * n, dtype=np.int64)
+    fixed = storage.queries * head_dim * 2 + groups
+    return np.asarray(kv_heads * (k + v + fixed) + beside * n, dtype=np.int64)
 
 
-def peak_layer_bytes(cap: int, reserve: int, storage: Storage, kv_heads: int, head_dim: int) -> int:
-    """The most bytes a layer holds while it grows from cap - reserve entries (just compressed) to cap."""
-    n = cap - reserve + np.arange(reserve + 1)
-    tail0 = min(cap - reserve, storage.window)
-    grown = tail0 + np.arange(reserve + 1)
-    excess = np.maximum(grown - storage.window, 0) // storage.group * storage.group
-    return int(layer_bytes(n, storage, kv_heads, head_dim, tail=grown - excess).max())
+def peak_layer_bytes(
+    cap: int,
+    reserve: int,
+    storage: Storage,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    start: int | None = None,
+    new: int | None = None,
+) -> int:
+    """The most bytes a layer holds while it takes in `new` tokens and evicts `reserve` entries when it holds cap.
+
+    start: entries just after compression; None: cap - reserve. new: None: as many as it takes to see every state
+    (`storage.scales` set), or until it holds cap (a layer that never evicts).
+    """
+    start = cap - reserve if start is None else start
+    until = cap - start if new is None and not storage.scales else new
+    n, tail = _course(start, cap, reserve, storage.window, storage.group, until, storage.scales > 0)
+    return int(layer_bytes(n, storage, kv_heads, head_dim, tail=tail).max())
+
+
+@functools.lru_cache(maxsize=65536)
+def _course(
+    start: int, cap: int, reserve: int, window: int, group: int, new: int | None, evicts: bool
+) -> tuple[Ints, Ints]:
+    """Entries per KV head and those of them at 16 bit, at most, after compression and after each new token."""
+    drop = max(min(max(reserve, 1), cap - 1), 1)
+    grows = max(cap - start, 0)
+    free = cap - drop >= window + group  # no eviction shortens the residual window
+    if new is None:
+        new = grows + drop * group * (1 if free else 2)
+    if not evicts or reserve == 0:
+        new = min(new, grows)
+    at = np.arange(new + 1)
+    n = np.where(at <= grows, start + at, cap - drop + 1 + (at - grows - 1) % drop)
+    if free or new <= grows:
+        grown = min(start, window) + at
+        return n, grown - np.maximum(grown - window, 0) // group * group
+    tail, t = [], min(start, window)
+    for i, entries in enumerate(n.tolist()):
+        if i:
+            t = min(t, entries - 1) + 1
+            t -= group if t >= window + group else 0
+        tail.append(t)
+    return n, np.array(tail)
 
 
 def eq1_bytes(n: int | float, kv_heads: int, head_dim: int, k_bits: int, v_bits: int) -> int:

@@ -46,4 +46,4 @@ class CostModel:
         storage = self.storage(cap, k_bits, v_bits)
         if self.exact and cap >= self.reference:  # never evicts: no positions, and it grows by all that is new
             return peak_layer_bytes(self.reference, min(self.new, self.reference - 1), storage.whole, heads, dim)
-        return peak_layer_bytes(cap, self.reserve(cap), storage, heads, dim)
+        return peak_layer_bytes(cap, self.reserve(cap), storage, heads, dim, new=self.new if storage.scales else None)

@@ -27,18 +27,37 @@ class PackedStore:
     x: 16-bit entries (s, M, d) or codes (s, M, d * bits / 8); step, zero float16: K (s, M / group, d), V (s, M, d /
     group). Unused slots are zero: whoever reads masks them. Attention reads the first `used` slots only (K: whole
     groups). Twins share tensors until one of them is written to.
+
+    scales: K of rows that evict while decoding has so many scales per head (`moend.cache.decode.groups`): step, zero
+    (s, scales, d); scale_of (s, M / group) int32 says which of them a block of `group` slots has, and widened (s, d)
+    uint8 belongs to the archive.
     """
 
-    def __init__(self, strands: Sequence[int], slots: int, bits: int, group: int, per: str, like: Tensor, dim: int):
+    def __init__(
+        self,
+        strands: Sequence[int],
+        slots: int,
+        bits: int,
+        group: int,
+        per: str,
+        like: Tensor,
+        dim: int,
+        scales: int = 0,
+    ):
         """like: a tensor of the device and of the dtype that 16-bit entries have."""
         self.bits, self.group, self.per, self.dim = bits, group, per, dim
         self._shared = False
+        self.scale_of: Tensor | None = None
+        self.widened: Tensor | None = None
+        if scales:
+            self.scale_of = like.new_zeros(len(strands), slots // group, dtype=torch.int32)
+            self.widened = like.new_zeros(len(strands), dim, dtype=torch.uint8)
         self.x = (
             like.new_zeros(len(strands), slots, dim) if bits == 16 else _bytes(like, len(strands), slots, dim, bits)
         )
         self.step = self.zero = like.new_zeros(0)
         if bits < 16:
-            shape = (slots // group, dim) if per == "channel" else (slots, dim // group)
+            shape = (scales or slots // group, dim) if per == "channel" else (slots, dim // group)
             self.step = like.new_zeros(len(strands), *shape, dtype=torch.float16)
             self.zero = torch.zeros_like(self.step)
         self._place(list(strands))
@@ -50,6 +69,7 @@ class PackedStore:
         """A bank that consists of these entries (s, M, ...) and shares their memory until it is written to."""
         bank = object.__new__(cls)
         bank.bits, bank.group, bank.per, bank.dim, bank._shared = bits, group, per, dim, True
+        bank.scale_of = bank.widened = None
         if isinstance(piece, Packed):
             bank.x, bank.step, bank.zero = piece.codes, piece.step, piece.zero
         else:
@@ -74,7 +94,15 @@ class PackedStore:
     @property
     def nbytes(self) -> int:
         """Bytes allocated, unused slots included."""
-        return self.x.nbytes + self.step.nbytes + self.zero.nbytes
+        return sum(t.nbytes for t in (self.x, self.step, self.zero, self.scale_of, self.widened) if t is not None)
+
+    def own(self) -> None:
+        """Stop sharing tensors with twins: this one is about to be written to."""
+        if self._shared:
+            self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
+            if self.scale_of is not None and self.widened is not None:
+                self.scale_of, self.widened = self.scale_of.clone(), self.widened.clone()
+            self._shared, self._known = False, None
 
     def pick(self, local: Sequence[int], strands: Sequence[int], slots: int) -> PackedStore:
         """These of its strands by their place here, which use `slots`, under new names; all share until one writes."""
@@ -86,6 +114,9 @@ class PackedStore:
             twin.x, twin._shared = self.x[:, :slots][index], False
             if self.bits < 16:
                 scales = slots // self.group if self.per == "channel" else slots
+                if self.scale_of is not None and self.widened is not None:
+                    twin.scale_of, twin.widened = self.scale_of[:, :scales][index], self.widened[index]
+                    scales = self.step.shape[1]
                 twin.step, twin.zero = self.step[:, :scales][index], self.zero[:, :scales][index]
         twin._place(list(strands))
         return twin
@@ -97,7 +128,11 @@ class PackedStore:
         unit = self.group if self.per == "channel" and self.bits < 16 else 1
         more, before = -(-max(slots - self.slots, self.slots // 8) // unit) * unit, self.nbytes
         self.x = _longer(self.x, more)
-        if self.bits < 16:
+        if self.scale_of is not None and self.widened is not None:
+            self.scale_of = _longer(self.scale_of[..., None], more // self.group)[..., 0].contiguous()
+            if self._shared:
+                self.step, self.zero, self.widened = self.step.clone(), self.zero.clone(), self.widened.clone()
+        elif self.bits < 16:
             more = more // self.group if self.per == "channel" else more
             self.step, self.zero = _longer(self.step, more), _longer(self.zero, more)
         self._shared, self._known = False, None
@@ -109,15 +144,36 @@ class PackedStore:
         codes = piece.codes if isinstance(piece, Packed) else piece
         if codes.data_ptr() == self.x.data_ptr() and codes.shape == self.x.shape:
             return  # they lie there already (`of`)
-        if self._shared:
-            self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
-            self._shared, self._known = False, None
+        self.own()
         rows = slice(start, start + codes.shape[0])
         self.x[rows, slot : slot + codes.shape[1]] = codes
         if isinstance(piece, Packed):
             at = slot // self.group if self.per == "channel" else slot
             self.step[rows, at : at + piece.step.shape[1]] = piece.step
             self.zero[rows, at : at + piece.zero.shape[1]] = piece.zero
+
+    def per_slot(self) -> tuple[Tensor, ...]:
+        """Tensors with a row per slot."""
+        return (self.x, self.step, self.zero) if self.bits < 16 and self.per == "token" else (self.x,)
+
+    def fill_in(self, start: int, taken: Tensor, flat: Sequence[Tensor]) -> None:
+        """Entries of neighbouring strands from `start` on, one strand after the other, into slots taken (h, slots)."""
+        self.own()
+        for there, entries in zip(self.per_slot(), flat, strict=False):
+            there[start : start + len(taken), : taken.shape[1]][taken] = entries
+
+    def numbers(self, rows: slice, slots: int) -> Tensor:
+        """The first slots of some strands as float32 (s, slots, d)."""
+        x = self.x[rows, :slots]
+        if self.bits == 16:
+            return x.float()
+        if self.scale_of is None:
+            scales = -(-slots // self.group) if self.per == "channel" else slots
+            step, zero = self.step[rows, :scales], self.zero[rows, :scales]
+            return Packed(x, step, zero, self.bits, self.group, self.per).dequantise()
+        of = self.scale_of[rows, : -(-slots // self.group)].long().repeat_interleave(self.group, dim=1)[:, :slots]
+        of += torch.arange(len(x), device=of.device)[:, None] * self.step.shape[1]
+        return Packed(x, self.step[rows], self.zero[rows], self.bits, self.group, self.per).scaled(of)
 
     def clear(self, start: int, count: int, begin: int, end: int) -> None:
         """Zeros in the slots begin ... end of `count` neighbouring strands: V that is hidden must be finite."""
@@ -144,8 +200,8 @@ class PackedStore:
         """What kernels read; the same object until tensors are replaced or lengths change."""
         if self._known is None:
             side = "k" if self.per == "channel" else "v"
-            tensors = self.x, self.step, self.zero
-            self._known = Entries(side, *tensors, self.bits, self.group, self.strands, self.lengths)
+            rest = self.bits, self.group, self.strands, self.lengths
+            self._known = Entries(side, self.x, self.step, self.zero, *rest, scale_of=self.scale_of)
         return self._known
 
     def __getstate__(self) -> dict[str, Any]:

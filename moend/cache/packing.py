@@ -20,7 +20,7 @@ from moend.errors import UserError
 _MARGIN, _TINY, _LARGEST = 2.0**-10, 6.0e-8, 65504.0
 
 
-def _range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def span(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(step, zero) in float16 with zero <= low and zero + (2^bits - 1) * step >= high; beyond its range, clipped."""
     zero = (low - low.abs() * _MARGIN - _TINY).clamp(-_LARGEST, _LARGEST).to(torch.float16)
     step = ((high - zero.float()) / (2**bits - 1) * (1 + _MARGIN) + _TINY).clamp(max=_LARGEST).to(torch.float16)
@@ -82,6 +82,16 @@ class Packed:
         rest = torch.addcmul(zero[..., full:, :], codes[..., cut:, :], step[..., full:, :])
         return torch.cat([body, rest], dim=-2)
 
+    def scaled(self, of: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """K entries (..., m, d) whose scales are those at `of` (..., m) of all there are, counted through the heads."""
+        step, zero = (x.reshape(-1, x.shape[-1])[of].to(dtype) for x in (self.step, self.zero))
+        return torch.addcmul(zero, unpack(self.codes, self.bits).to(dtype), step)
+
+
+def encode(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """uint8 codes of numbers in a range (step, zero); those beyond it are clipped."""
+    return ((x - zero.float()) / step.float()).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+
 
 def quantise_k(keys: Tensor, bits: int, group: int) -> Packed:
     """Keys (..., m, d) per channel in groups of `group` tokens; a last partial group has its own scale."""
@@ -91,18 +101,18 @@ def quantise_k(keys: Tensor, bits: int, group: int) -> Packed:
     if pad := groups * group - m:  # repeating the last token changes neither minimum nor maximum
         x = torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], pad, x.shape[-1])], dim=-2)
     x = x.unflatten(-2, (groups, group))
-    step, zero = _range(x.amin(-2), x.amax(-2), bits)
-    codes = ((x - zero.float()[..., None, :]) / step.float()[..., None, :]).round_().clamp_(0, 2**bits - 1)
-    return Packed(pack(codes.to(torch.uint8).flatten(-3, -2)[..., :m, :], bits), step, zero, bits, group, "channel")
+    step, zero = span(x.amin(-2), x.amax(-2), bits)
+    codes = encode(x, step[..., None, :], zero[..., None, :], bits)
+    return Packed(pack(codes.flatten(-3, -2)[..., :m, :], bits), step, zero, bits, group, "channel")
 
 
 def quantise_v(values: Tensor, bits: int, channels: int = 64) -> Packed:
     """Values (..., m, d) per token in groups of `plan.v_group(d, channels)` channels."""
     group = v_group(values.shape[-1], channels)
     x = values.float().unflatten(-1, (-1, group))
-    step, zero = _range(x.amin(-1), x.amax(-1), bits)
-    codes = ((x - zero.float()[..., None]) / step.float()[..., None]).round_().clamp_(0, 2**bits - 1)
-    return Packed(pack(codes.to(torch.uint8).flatten(-2), bits), step, zero, bits, group, "token")
+    step, zero = span(x.amin(-1), x.amax(-1), bits)
+    codes = encode(x, step[..., None], zero[..., None], bits)
+    return Packed(pack(codes.flatten(-2), bits), step, zero, bits, group, "token")
 
 
 def fake_quant_k(keys: Tensor, bits: int, group: int) -> Tensor:

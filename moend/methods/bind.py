@@ -246,8 +246,12 @@ class BoundMethod:
         whole = self.t_ref is None and self.given is None and cap >= tokens + new  # was costed as it will grow
         if whole or not storage.quantised or tokens >= cap - reserve:
             return cap
-        planned = peak_layer_bytes(cap, reserve, storage, heads, dim)
-        while top > tokens and peak_layer_bytes(top, top - tokens, storage, heads, dim) > planned:
+        planned = peak_layer_bytes(cap, reserve, storage, heads, dim, new=new)
+
+        def grown(cap: int) -> int:
+            return peak_layer_bytes(cap, self.reserve(cap, new), storage, heads, dim, start=tokens, new=new)
+
+        while top > tokens and grown(top) > planned:
             top -= 1
         return cap if top == tokens + new else top
 

@@ -205,7 +205,8 @@ class Method:
         if (made := self.make_scorer()) is not None:
             form = "per_head" if made.per_head else "shared"
             accumulated = self.schedule == "every" and "accumulated" in made.observes
-        return Storage(k_bits, v_bits, group, window, form, accumulated, channels=self.channels)
+        stored = Storage(k_bits, v_bits, group, window, form, accumulated, channels=self.channels)
+        return stored.evicting(cap) if self.schedule == "every" else stored
 
 
 def as_part(part: str, given: object) -> Mapping[str, Any] | None:

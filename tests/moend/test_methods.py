@@ -80,10 +80,11 @@ def peak(b: BoundMethod, tokens: int, new: int) -> int:
     """The most bytes the layers can hold together, from what the plan says."""
     total = 0
     for spec in b.specs(tokens, new):
-        cap, storage = spec.schedule.cap, spec.storage
+        cap, storage, start = spec.schedule.cap, spec.storage, min(spec.tokens, tokens)
+        reserve = spec.schedule.reserve
         if cap is None:  # keeps all and grows by all that is new
-            cap, storage = tokens + new, dataclasses.replace(storage, positions="none")
-        total += peak_layer_bytes(cap, cap - min(spec.tokens, tokens), storage, b.arch.kv_heads, b.arch.head_dim)
+            cap, storage, reserve = tokens + new, dataclasses.replace(storage, positions="none"), new
+        total += peak_layer_bytes(cap, reserve, storage, b.arch.kv_heads, b.arch.head_dim, start=start, new=new)
     return total
 
 

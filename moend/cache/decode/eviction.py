@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from moend.cache.decode import groups
 from moend.cache.decode.attend import attention
 from moend.cache.decode.layout import Layout, Part, _first
 from moend.cache.decode.ledger import Ints
@@ -74,6 +75,10 @@ class DecodingLayer(Layout):
             at = slice(self.cursor, self.cursor + taken)
             self.k_tail[:, at] = keys[:, done : done + taken]
             self.v_tail[:, at] = values[:, done : done + taken]
+            if self.where is not None:
+                now = torch.arange(self.clock, self.clock + taken, device=self.where.device)
+                columns = slice(self.slots + self.cursor, self.slots + self.cursor + taken)
+                self.where[:, columns] = self.ahead_of[:, None] + now
             self.cursor, self.clock, done = self.cursor + taken, self.clock + taken, done + taken
             yield taken
             if self.clock >= self.due_at:
@@ -87,7 +92,6 @@ class DecodingLayer(Layout):
             due = s.cap is not None and s.overshoot == "paper" and part.steps >= s.beta
             if due and s.cap is not None and part.n > s.cap:
                 self.evict(part, s.cap)
-                continue
             part.steps = 0 if due else part.steps
             st = part.storage
             if st.quantised and (count := max(part.tail - st.window, 0) // st.group * st.group):
@@ -100,6 +104,9 @@ class DecodingLayer(Layout):
             return
         if part.choose is None:
             raise RuntimeError("a row with a cap needs a scorer that can score while decoding")
+        if part.flat:
+            self._drop(part, keep)
+            return
         old = self.row(part)
         keys, values = old.dense(torch.float32)
         observed = {} if old.accumulated is None else {"accumulated": old.accumulated}
@@ -123,6 +130,32 @@ class DecodingLayer(Layout):
         rate = row.bytes_per_token - old.bytes_per_token
         self.ledger.per_token[part.sequence] += rate
         self.ledger.base[part.sequence] += row.bytes - old.bytes - rate * self.clock
+
+    def _drop(self, part: Part, keep: int) -> None:
+        """`evict` of a row that has packed entries: what goes is hidden, what stays is not touched."""
+        assert self.where is not None and part.choose is not None
+        live = (~self.hidden[part.strands, : self.slots + self.cursor]).nonzero()[:, 1].view(part.heads, part.n)
+        positions = self.where[part.strands].gather(1, live)
+        if part.storage.positions != "per_head":
+            positions = positions[0]
+        keys, values = groups.dense(self, part, live)
+        observed: dict[str, Tensor] = {}
+        if self.accumulated is not None and part.summed:
+            observed["accumulated"] = self.accumulated[part.strands].gather(1, live)
+        asked = None
+        if self.queries is not None and part.asked:
+            first = self.queries.shape[2] - part.asked + max(part.asked - part.seen, 0)
+            asked = self.queries[part.strands, :, first:].flatten(0, 1)
+        index = part.choose(keys, values, positions, part.seen, keep, observed, asked)
+        before, rate = part.bytes_of(part.n, part.tail, self.dim, self.k_tail.itemsize)
+        per_head = index.shape[0] > 1 or positions.ndim == 2
+        part.storage = replace(part.storage, positions="per_head" if per_head else "shared")
+        groups.drop(self, part, live, index)
+        part.n, part.tail, part.steps = keep, min(part.tail, keep), 0
+        after, new_rate = part.bytes_of(part.n, part.tail, self.dim, self.k_tail.itemsize)
+        self.ledger.per_token[part.sequence] += new_rate - rate
+        self.ledger.base[part.sequence] += after - before - (new_rate - rate) * self.clock
+        self._where = None
 
     def fork(self) -> Self:
         """An independent twin; banks are shared until either writes to them."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from moend.budget import Storage, v_group
+from moend.cache.decode import groups
 from moend.cache.decode.ledger import Ledger
 from moend.cache.layer_kv import Chooser, LayerKV, Schedule
 from moend.cache.packed_store import PackedStore
@@ -59,12 +60,36 @@ class Part:
     asked: int = 0  # how many of its last queries are kept (`LayerKV.queries`)
     k: tuple[int, int] = (0, 0)  # (bank, first strand in it)
     v: tuple[int, int] = (0, 0)
+    span: int = 0  # columns up to the cursor among which its residual window lies, where it evicts and packs
 
     def touch(self, clock: int) -> Part:
         """Bring the counters up to `clock`."""
         passed, self.clock = clock - self.clock, clock
         self.n, self.tail, self.seen, self.steps = (x + passed for x in (self.n, self.tail, self.seen, self.steps))
+        self.span += passed
         return self
+
+    @property
+    def flat(self) -> bool:
+        """Whether it evicts what it has packed (`moend.cache.decode.groups`)."""
+        return self.storage.scales > 0
+
+    @property
+    def columns(self) -> int:
+        """Columns up to the cursor that may hold its residual window."""
+        return self.span if self.flat else self.tail
+
+    def bytes_of(self, n: int, tail: int, dim: int, size: int) -> tuple[int, int]:
+        """Bytes of n entries per head, `tail` of them at 16 bit, and of one more of these; scales and such are extra.
+
+        size: bytes of a number at 16 bit.
+        """
+        st, number = self.storage, dim * size
+        k = dim * st.k_bits // 8 if st.k_bits < 16 else number
+        v = dim * st.v_bits // 8 + 4 * dim // v_group(dim, st.channels) if st.v_bits < 16 else number
+        beside = {"none": 0, "shared": 4, "per_head": 4 * self.heads}[st.positions] + 4 * self.heads * self.summed
+        entries = self.heads * ((n - tail) * (k + v) + tail * 2 * number)
+        return entries + n * beside, self.heads * 2 * number + beside
 
     @property
     def strands(self) -> slice:
@@ -103,6 +128,8 @@ def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
 def _first(row: LayerKV) -> tuple[int, int]:
     """Entries in the first run of a row's older entries, and the slots that all of them take."""
     group = row.storage.group
+    if row.sizes is not None:
+        return 0, groups.lay_out(row.sizes.long(), groups.block_of(row.storage.k_bits))[0].shape[1]
     old = row.n - row.tail if row.storage.quantised else row.n
     if not row.k_packed:
         return old, old
@@ -110,16 +137,23 @@ def _first(row: LayerKV) -> tuple[int, int]:
     return first, -(-first // group) * group + sum(-(-p.codes.shape[-2] // group) * group for p in row.k_packed[1:])
 
 
-def _kind(storage: Storage, side: str, dim: int) -> tuple[int, int]:
-    """(bits, group) of the bank that one side goes to."""
-    if side == "k":
-        return storage.k_bits, storage.group if storage.k_bits < 16 else 1
-    return storage.v_bits, v_group(dim, storage.channels)
+Kind = tuple[int, int, int]
+
+
+def _kind(storage: Storage, side: str, dim: int) -> Kind:
+    """(bits, group, scales per head where they are so many) of the bank that one side goes to."""
+    if side == "v":
+        return storage.v_bits, v_group(dim, storage.channels), 0
+    if storage.k_bits == 16:
+        return 16, 1, 0
+    return storage.k_bits, groups.BLOCK if storage.scales else storage.group, storage.scales
 
 
 def _piece(row: LayerKV, side: str, slots: int) -> Packed | Tensor | None:
     """One side of a row's older entries where they fill `slots` in one piece: a bank of their own needs no copy."""
     bits = row.storage.k_bits if side == "k" else row.storage.v_bits
+    if row.sizes is not None:
+        return None
     if row.n - (row.tail if row.storage.quantised else 0) != slots or not slots:
         return None
     pieces: Sequence[Packed | Tensor]
@@ -132,9 +166,9 @@ def _piece(row: LayerKV, side: str, slots: int) -> Packed | Tensor | None:
     return pieces[0] if whole else None
 
 
-def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> list[tuple[tuple[int, int], list[int]]]:
+def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> list[tuple[Kind, list[int]]]:
     """Banks of one side as (kind, indices of rows); a row here is (heads, slots, storage)."""
-    kinds: dict[tuple[int, int], list[int]] = {}
+    kinds: dict[Kind, list[int]] = {}
     for i, (_, _, storage) in enumerate(rows):
         kinds.setdefault(_kind(storage, side, dim), []).append(i)
     return [
@@ -145,10 +179,8 @@ def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> li
 
 
 def _columns(rows: Sequence[LayerKV]) -> int:
-    """Where the cursor of a new tail stands: room for every tail there is, and for the windows of rows that evict."""
-    tails = [r.tail for r in rows if r.storage.quantised]
-    windows = [r.storage.window for r in rows if r.storage.quantised and r.schedule.cap is not None]
-    return max([*tails, *windows, 0])
+    """Where the cursor of a new tail stands: room for every tail there is."""
+    return max([r.tail for r in rows if r.storage.quantised], default=0)
 
 
 def allocation(rows: Sequence[tuple[LayerKV, ...]]) -> int:
@@ -156,22 +188,25 @@ def allocation(rows: Sequence[tuple[LayerKV, ...]]) -> int:
     flat = [r for parts in rows for r in parts]
     if not flat:
         return 0
-    dim, size = flat[0].k_tail.shape[2], flat[0].dtype.itemsize
+    dim, size = flat[0].k_tail.shape[-1], flat[0].dtype.itemsize
     shapes = [(r.heads, _first(r)[1], r.storage) for r in flat]
     strands = sum(r.heads for r in flat)
     total, longest = 0, 0
     for side in ("k", "v"):
-        for (bits, group), members in _layout(shapes, side, dim):
+        for (bits, group, own), members in _layout(shapes, side, dim):
             heads, slots = sum(shapes[i][0] for i in members), max(shapes[i][1] for i in members)
             longest = max(longest, slots)
             if bits == 16:
                 total += heads * slots * dim * size
             else:
-                scales = slots // group * dim if side == "k" else slots * (dim // group)
+                scales = (own or slots // group) * dim if side == "k" else slots * (dim // group)
+                total += heads * (slots // group * 4 + dim) if own else 0  # whose scale blocks have, and the archive's
                 total += heads * (slots * dim * bits // 8 + scales * 4)
     columns = _columns(flat) + SPARE
     beside = 5 if any(r.accumulated is not None for r in flat) else 1  # the mask, and the accumulated attention
-    positions = sum(r.positions.nbytes for r in flat if r.positions is not None)
+    positions = sum(r.positions.nbytes for r in flat if r.positions is not None and r.sizes is None)
+    if any(r.sizes is not None for r in flat):
+        beside += 4  # the position of each slot and column
     most = max((r.queries.shape[1] * r.queries.shape[2] for r in flat if r.queries is not None), default=0)
     total += strands * most * dim * size
     return total + 2 * strands * columns * dim * size + strands * (longest + columns) * beside + positions
@@ -186,7 +221,7 @@ class Layout:
         if any(r.dtype != first.dtype for r in flat):
             raise ValueError(f"rows of a batch are stored alike, got {sorted({str(r.dtype) for r in flat})}")
         self.heads = sum(r.heads for r in rows[0])
-        self.dim, self.sequences = first.shape[2], len(rows)
+        self.dim, self.sequences = first.shape[-1], len(rows)
         self.clock = 0  # tokens taken in
         self.parts: list[Part] = []
         for i, parts in enumerate(rows):
@@ -210,6 +245,9 @@ class Layout:
         self.accumulated = (
             torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
         )
+        self.where: Tensor | None = None  # (S, slots + columns) int32: positions, right where part.flat
+        if any(p.flat for p in self.parts):
+            self.where = torch.zeros(self.hidden.shape, dtype=torch.int32, device=first.device)
         self.queries: Tensor | None = None  # (S, G, w, d): the last w queries, right-aligned, where any part asks
         self.every = torch.arange(total)
         for part, row in zip(self.parts, flat, strict=True):
@@ -232,7 +270,7 @@ class Layout:
     def _banks(self, rows: Sequence[LayerKV], side: Literal["k", "v"], like: Tensor) -> list[PackedStore]:
         banks = []
         layout = _layout([(p.heads, p.slots, p.storage) for p in self.parts], side, self.dim)
-        for number, ((bits, group), members) in enumerate(layout):
+        for number, ((bits, group, scales), members) in enumerate(layout):
             strands: list[int] = []
             for i in members:
                 part = self.parts[i]
@@ -241,13 +279,16 @@ class Layout:
             slots, per = max(self.parts[i].slots for i in members), "channel" if side == "k" else "token"
             piece = _piece(rows[members[0]], side, slots) if len(members) == 1 else None
             if piece is None:
-                banks.append(PackedStore(strands, slots, bits, group, per, like, self.dim))
+                banks.append(PackedStore(strands, slots, bits, group, per, like, self.dim, scales))
             else:
                 banks.append(PackedStore.of(strands, piece, bits, group, per, self.dim))
         return banks
 
     def lay(self, part: Part, row: LayerKV) -> None:
         """Lay a row's entries down where its part says; `first` and `slots` are set, and there is room for them."""
+        if part.flat:
+            groups.lay(self, part, row)
+            return
         s, group = row.storage, row.storage.group
         tail = row.tail if s.quantised else 0
         old = row.n - tail
@@ -290,7 +331,7 @@ class Layout:
     @property
     def allocated(self) -> int:
         """Bytes of every tensor, padding and spare room included."""
-        held = [*(p.positions for p in self.parts), self._where]
+        held = [*(p.positions for p in self.parts), self._where, self.where]
         banks = sum(b.nbytes for b in (*self.k_banks, *self.v_banks))
         return self.tail_bytes + sum(t.nbytes for t in held if t is not None) + banks
 
@@ -325,7 +366,14 @@ class Layout:
         after = torch.arange(part.seen - new, part.seen, dtype=torch.int32, device=known.device)
         return torch.cat([known, after.expand(*known.shape[:-1], new)], dim=-1)
 
+    def stores(self, part: Part) -> tuple[tuple[PackedStore, int], tuple[PackedStore, int]]:
+        """The stores of a part's older keys and values, and its first strand in each."""
+        return (self.k_banks[part.k[0]], part.k[1]), (self.v_banks[part.v[0]], part.v[1])
+
     def row(self, part: Part) -> LayerKV:
+        """What a part holds, at rest."""
+        if part.flat:
+            return groups.row(self, part)
         s, old = part.storage, part.n - part.tail
         runs = [(0, part.first)]
         if old > part.first:
@@ -385,6 +433,7 @@ class Layout:
             wide = max(p.asked for p in twin.parts)
             twin.queries = self.queries[index][:, :, self.queries.shape[2] - wide :].clone() if wide else None
         twin._where = None
+        twin.where = self.where[index] if self.where is not None and any(p.flat for p in twin.parts) else None
         twin.k_banks, twin.v_banks = (self._picked(sources, twin.parts, side) for side in ("k", "v"))
         twin.look_ahead()
         return twin
@@ -424,7 +473,7 @@ class Layout:
             if part.touch(self.clock).full:
                 self.full_at = self.clock
             self.due_at = min(self.due_at, self.clock + part.room())
-            self.begin = min(self.begin, self.cursor - part.tail)
+            self.begin = min(self.begin, self.cursor - part.columns)
             self.lengths[part.strands] = part.slots
         for bank in (*self.k_banks, *self.v_banks):
             bank.fill(self.lengths[bank.strands])
@@ -432,9 +481,18 @@ class Layout:
         old, new = self.hidden[:, : self.used], self.hidden[:, self.slots + self.begin : self.slots + self.cursor]
         self.old_hidden, self.new_hidden = bool(old.any()), bool(new.any())
         self.known_entries: Held | None = None
+        ahead = [p.seen - p.clock for p in self.parts for _ in range(p.heads)]
+        self.ahead_of = torch.tensor(ahead, device=self.hidden.device)  # (S,) positions ahead of the clock
 
     def pack(self, part: Part, count: int) -> None:
         """Move a part's oldest `count` entries from the tail to its banks."""
+        if part.flat:
+            before = self.bytes_of(part)
+            groups.pack(self, part)
+            part.tail -= count
+            self.ledger.base[part.sequence] += self.bytes_of(part) - before
+            self._where = None
+            return
         st, begin = part.storage, self.cursor - part.tail
         old = slice(begin, begin + count)
         saved = 0
@@ -464,6 +522,10 @@ class Layout:
         self.ledger.base[part.sequence] -= saved
         self._where = None
 
+    def bytes_of(self, part: Part) -> int:
+        """Bytes of a part's entries, without scales and queries; of a row that evicts and packs."""
+        return part.bytes_of(part.n, part.tail, self.dim, self.k_tail.itemsize)[0]
+
     def reserve(self, part: Part, slots: int) -> None:
         """Room for `slots` of a part in its banks, and in the mask."""
         banks = self.k_banks[part.k[0]], self.v_banks[part.v[0]]
@@ -472,13 +534,10 @@ class Layout:
         if (more := max(b.slots for b in banks) - self.slots) > 0:
             unused = self.hidden.new_ones(self.hidden.shape[0], more)
             self.hidden = torch.cat([self.hidden[:, : self.slots], unused, self.hidden[:, self.slots :]], dim=1)
-            if self.accumulated is not None:
-                parts = (
-                    self.accumulated[:, : self.slots],
-                    self.accumulated.new_zeros(unused.shape),
-                    self.accumulated[:, self.slots :],
-                )
-                self.accumulated = torch.cat(parts, dim=1)
+            for name in ("accumulated", "where"):
+                if (x := getattr(self, name)) is not None:
+                    pieces = x[:, : self.slots], x.new_zeros(unused.shape), x[:, self.slots :]
+                    setattr(self, name, torch.cat(pieces, dim=1))
             self.slots += more
 
     def shift(self, new: int) -> None:
@@ -486,18 +545,18 @@ class Layout:
         for part in self.parts:
             if not part.touch(self.clock).storage.quantised and part.tail:
                 self.pack(part, part.tail)
-        evicting = [p.storage.window for p in self.parts if p.storage.quantised and p.schedule.cap is not None]
-        keep = min(max([0, *(p.tail for p in self.parts), *evicting]), self.cursor)
+            if part.flat:
+                groups.align(self, part)
+        keep = max(p.columns for p in self.parts)
         begin, size = self.cursor - keep, self.k_tail.shape[1]
         spare = max(SPARE, new) if size < keep + new else size - keep
         hidden = self.hidden[:, self.slots + begin : self.slots + self.cursor]
         free = hidden.new_zeros(hidden.shape[0], spare)
         self.hidden = torch.cat([self.hidden[:, : self.slots], hidden, free], dim=1)
-        if self.accumulated is not None:
-            sums = self.accumulated[:, self.slots + begin : self.slots + self.cursor]
-            self.accumulated = torch.cat(
-                [self.accumulated[:, : self.slots], sums, self.accumulated.new_zeros(free.shape)], dim=1
-            )
+        for name in ("accumulated", "where"):
+            if (x := getattr(self, name)) is not None:
+                kept = x[:, self.slots + begin : self.slots + self.cursor]
+                setattr(self, name, torch.cat([x[:, : self.slots], kept, x.new_zeros(free.shape)], dim=1))
         for name in ("k_tail", "v_tail"):
             x = getattr(self, name)
             setattr(self, name, torch.cat([x[:, begin : self.cursor], x.new_zeros(x.shape[0], spare, self.dim)], dim=1))
@@ -530,12 +589,15 @@ class Layout:
         """
         if self._where is None:
             device = self.hidden.device
-            ahead = [p.touch(self.clock).seen - self.clock for p in self.parts for _ in range(p.heads)]
-            self._ahead_of = torch.tensor(ahead, device=device)
             columns = torch.arange(self.k_tail.shape[1], device=device) + (self.clock - self.cursor)
             where = torch.zeros(self.hidden.shape, dtype=torch.int64, device=device)
-            where[:, self.slots :] = self._ahead_of[:, None] + columns
+            where[:, self.slots :] = self.ahead_of[:, None] + columns
             for part in self.parts:
+                part.touch(self.clock)
+                if part.flat and self.where is not None:
+                    end = self.slots + self.cursor
+                    where[part.strands, :end] = self.where[part.strands, :end]
+                    continue
                 known = self.positions_of(part)
                 known = torch.arange(part.n, device=device) if known is None else known.long()
                 old, end, mine = part.n - part.tail, self.slots + self.cursor, where[part.strands]
@@ -544,7 +606,7 @@ class Layout:
                     mine[:, part.slots - (old - part.first) : part.slots] = known[..., part.first : old]
                 mine[:, end - part.tail : end] = known[..., old:]
             self._where = where
-        return self._where, self._ahead_of
+        return self._where, self.ahead_of
 
 
 def _cut(side: Packed | Tensor, begin: int, end: int) -> Packed | Tensor:

@@ -188,9 +188,10 @@ def test_what_is_allocated_beyond_what_is_held_stays_bounded():
     assert strands.count(0) == [500, 500]
     assert strands.allocated == sum(
         t.untyped_storage().nbytes()
-        for t in [strands.k_tail, strands.v_tail, strands.hidden]
-        + [x for b in (*strands.k_banks, *strands.v_banks) for x in (b.x, b.step, b.zero)]
+        for t in [strands.k_tail, strands.v_tail, strands.hidden, strands.where]
+        + [x for b in (*strands.k_banks, *strands.v_banks) for x in (b.x, b.step, b.zero, b.scale_of, b.widened)]
         + [p.positions for p in strands.parts]
+        if t is not None
     )
 
 
