@@ -19,6 +19,7 @@ from pipelines.planning import planner
 from pipelines.planning.planner import Plan, store_argument
 from pipelines.reporting import report
 from pipelines.store.files import write_json
+from pipelines.tracking import items
 from pipelines.tracking import wandb as tracking
 
 
@@ -43,7 +44,7 @@ def launch(points: Sequence[Point], args: Sequence[str]) -> int:
     fresh = [c for c in plan.cells if c.state == "run"]
     submit.forget(plan, fresh)
     with tracking.Tracker(plan.store, plan.name, config.tracking) as tracker:
-        Runner(plan, library, console, done=lambda cell: tracker.add(tracking.Item("cell", cell.key))).run()
+        Runner(plan, library, console, done=lambda cell: tracker.add(items.Item("cell", cell.key))).run()
         write_json(manifest, planner.manifest(plan, args, "run"))
         if alone and alone.state in ("blocked", "infeasible"):
             raise UserError(alone.reason)
@@ -51,7 +52,7 @@ def launch(points: Sequence[Point], args: Sequence[str]) -> int:
         differences = report.compared(plan.store, found)
         report.show_deltas(differences, console)
         report.write(plan.store, plan.name, differences, again=bool(fresh))
-        for item in tracking.items(plan.store, plan.name):  # also what an earlier run could not publish any more
+        for item in items.items(plan.store, plan.name):  # also what an earlier run could not publish any more
             tracker.add(item)
         _epilogue(plan, args, console)
     return exit_code(c.state for c in plan.cells)

@@ -237,6 +237,7 @@ class Report(Work):
         from pipelines.cluster import status
         from pipelines.planning.schema import TrackingConfig
         from pipelines.reporting import report
+        from pipelines.tracking import items
         from pipelines.tracking import wandb as tracking
 
         store, name, console = Store(Path(frozen["store"])), str(frozen["name"]), terminal.console()
@@ -246,7 +247,7 @@ class Report(Work):
         report.show_deltas(differences, console)
         report.write(store, name, differences)
         config = TrackingConfig.model_validate(frozen["cells"][0]["config"]["tracking"])
-        tracking.publish(store, name, config, tracking.items(store, name))
+        tracking.publish(store, name, config, items.items(store, name))
         return True
 
 

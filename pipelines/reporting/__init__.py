@@ -1,0 +1,1 @@
+"""A sweep as a page, tables and figures, beside published numbers."""

@@ -15,7 +15,7 @@ from moend.errors import unknown
 from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import console, fit, say
 from pipelines.planning.identity import key
-from pipelines.reporting import tables
+from pipelines.reporting import latex, tables
 from pipelines.reporting.figures import Picture
 from pipelines.reporting.tables import DELTA_TITLES, TITLES, ablations, notes
 from pipelines.results.deltas import Delta
@@ -126,7 +126,7 @@ def write(
         "deltas.csv": tables.deltas_csv(differences),
         **({"published.csv": tables.published_csv(published)} if published else {}),
         "table.md": tables.markdown(sweep, published),
-        "tables.tex": tables.latex(sweep, published),
+        "tables.tex": latex.latex(sweep, published),
     }
     for file, text in files.items():
         write_atomic(folder / file, text)

@@ -1,4 +1,4 @@
-"""python -m pipelines.score benchmark=longbench predictions=DIR: official scores of prediction files, anybody's."""
+"""python -m pipelines.score benchmark=longbench predictions=DIR: official scores of anyone's prediction files."""
 
 from __future__ import annotations
 

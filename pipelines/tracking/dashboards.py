@@ -1,6 +1,6 @@
 """python -m pipelines.dashboard paper=moend: a W&B dashboard and report per paper, built by code from what is logged.
 
-A panel names what `pipelines.tracking.wandb` writes: fields of result.json, `record/*`, `figures/*`, `tables/*`. Runs
+A panel names what `pipelines.tracking.runs` writes: fields of result.json, `record/*`, `figures/*`, `tables/*`. Runs
 belong to a paper and a table by their tags, so that a sweep with an axis replaced is among them.
 """
 

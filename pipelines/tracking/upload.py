@@ -26,8 +26,9 @@ from pipelines.cli.terminal import say
 from pipelines.planning.schema import TrackingConfig, mistake
 from pipelines.store.cells import Store
 from pipelines.store.lease import Busy, Lease
+from pipelines.tracking import items
 from pipelines.tracking import wandb as tracking
-from pipelines.tracking.wandb import Item
+from pipelines.tracking.items import Item
 
 SERVER = "https://api.wandb.ai"
 PROJECT = "moend"  # of a cell that was run without a tracker
@@ -167,12 +168,12 @@ def todo(store: Store, sweep: str, project: str | None, entity: str | None) -> l
     entries, found = Ledger(store).entries(), dict[Item, Todo]()
     for name in sweeps:
         labels = {c["key"]: c["info"]["label"] for c in store.read_manifest(name)["cells"]}
-        for item in tracking.items(store, name):
-            have = tracking.published(store, item)
+        for item in items.items(store, name):
+            have = items.published(store, item)
             target = Target.of(
                 project or (have or {}).get("project") or wanted.project, entity or (have or {}).get("entity")
             )
-            made = tracking.source(store, item, name, target.project, target.entity or None)
+            made = items.source(store, item, name, target.project, target.entity or None)
             if item in found or made is None:
                 continue
             if (item.id, made.digest, target) in entries:
@@ -264,7 +265,7 @@ def _stop_all() -> None:
 
 def upload_one(store: Store, item: Item, target: Target, timeout_s: float) -> None:
     """Upload what is written of an item, by wandb's own program, and write it into the ledger. UserError: it failed."""
-    have = tracking.published(store, item)
+    have = items.published(store, item)
     if have is None or (have["project"], have["entity"] or "") != (target.project, target.entity):
         raise UserError("its W&B files could not be written")
     ledger = Ledger(store)

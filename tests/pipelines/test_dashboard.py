@@ -16,6 +16,7 @@ from pipelines.planning import schema
 from pipelines.store.cells import Store
 from pipelines.store.files import read_json, write_json
 from pipelines.tracking import dashboards as dashboard
+from pipelines.tracking import items
 from pipelines.tracking import wandb as tracking
 from tests.pipelines import wandb_files
 from tests.pipelines.wandb_server import Server
@@ -72,7 +73,7 @@ def logged(tracked: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
     for cell in (store.root / "cells").iterdir():
         write_json(cell / "result.json", read_json(cell / "result.json") | {"grid": grid})
     config = tracking.TrackingConfig(mode="offline", project="moend", timeout_s=400)
-    assert tracking.publish(store, name, config, tracking.items(store, name))
+    assert tracking.publish(store, name, config, items.items(store, name))
     found: dict[str, set[str]] = {"run": {"_step"}, "config": set(), "media": set(), "table": set(), "tags": set()}
     for run in wandb_files.runs(store.root).values():
         steps = {k: v for s in run.steps for k, v in s.items()}

@@ -18,6 +18,7 @@ from pipelines import run
 from pipelines.store.cells import Store
 from pipelines.store.files import read_json, write_json
 from pipelines.store.lease import Lease
+from pipelines.tracking import items
 from pipelines.tracking import upload as sync
 from pipelines.tracking import wandb as tracking
 from tests.pipelines import stub, wandb_files
@@ -37,7 +38,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = Store(root)
     (sweep,) = store.sweep_names()
     config = tracking.TrackingConfig(mode="offline", project="moend", timeout_s=400)
-    assert tracking.publish(store, sweep, config, tracking.items(store, sweep))
+    assert tracking.publish(store, sweep, config, items.items(store, sweep))
     return root
 
 
@@ -200,14 +201,14 @@ def test_online_uploads_at_once_and_without_a_key_costs_a_line(
 ) -> None:
     online = tracking.TrackingConfig(mode="online", project="moend", timeout_s=400)
     (sweep,) = Store(store).sweep_names()
-    items = tracking.items(Store(store), sweep)
+    found = items.items(Store(store), sweep)
     monkeypatch.delenv("WANDB_API_KEY")
-    assert not tracking.publish(Store(store), sweep, online, items)
+    assert not tracking.publish(Store(store), sweep, online, found)
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and f"no key for {server.url}" in err and "(and 2 more)" in err
     assert not server.requests
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert tracking.publish(Store(store), sweep, online, items)
+    assert tracking.publish(Store(store), sweep, online, found)
     assert len(server.runs) == 3 and len(ledger(store)) == 3
     assert call(capsys, store)[1].strip() == f"all 3 runs are at {server.url}/moend"
 

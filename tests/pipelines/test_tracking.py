@@ -20,8 +20,9 @@ from pipelines.reporting import tables
 from pipelines.store.cells import Store, record_key
 from pipelines.store.files import read_json, write_json
 from pipelines.store.lease import Lease
+from pipelines.tracking import items, runs
 from pipelines.tracking import wandb as tracking
-from pipelines.tracking.wandb import Item
+from pipelines.tracking.items import Item
 from tests.pipelines import wandb_files
 from tests.pipelines.conftest import INHERITED, Runs
 from tests.pipelines.test_run import STUB_MAIN
@@ -69,7 +70,7 @@ def test_what_was_written_offline_equals_the_files(tracked: tuple[Path, Path]) -
         assert [s["_step"] for s in seen.steps] == list(range(len(records) + 1))
         for record, step in zip(records, seen.steps, strict=False):
             logged = {k.removeprefix("record/"): v for k, v in step.items() if k.startswith("record/")}
-            assert logged == {k: record[k] for k in tracking.STEPS if record[k] is not None}
+            assert logged == {k: record[k] for k in runs.STEPS if record[k] is not None}
         columns, rows = seen.table("records")
         assert len(rows) == len(records) == 10
         for record, row in zip(records, rows, strict=True):
@@ -135,26 +136,26 @@ def test_publishing_again_writes_nothing_and_a_new_score_replaces(tracked: tuple
 
     store = Store(Path(shutil.copytree(tracked[0], tmp_path / "store")))
     (sweep,) = store.sweep_names()
-    items = tracking.items(store, sweep)
-    assert [i.kind for i in items] == ["cell", "cell", "report"]
-    assert tracking.publish(store, sweep, OFFLINE, items)
+    there = items.items(store, sweep)
+    assert [i.kind for i in there] == ["cell", "cell", "report"]
+    assert tracking.publish(store, sweep, OFFLINE, there)
     before = {p: p.stat().st_mtime_ns for p in (store.root / "wandb" / "wandb").rglob("*")}
-    assert tracking.publish(store, sweep, OFFLINE, items)
+    assert tracking.publish(store, sweep, OFFLINE, there)
     assert before == {p: p.stat().st_mtime_ns for p in (store.root / "wandb" / "wandb").rglob("*")}
-    path = store.cell(items[0].name).folder / "result.json"
+    path = store.cell(there[0].name).folder / "result.json"
     write_json(path, read_json(path) | {"score": 0.125})
     other = store.manifest("another")
     other.parent.mkdir()
     write_json(other, read_json(store.manifest(sweep)) | {"name": "another", "cells": []})
-    assert tracking.publish(store, sweep, OFFLINE, items)
+    assert tracking.publish(store, sweep, OFFLINE, there)
     found = wandb_files.runs(store.root)  # refuses two folders of one id
-    assert len(found) == 3 and found[items[0].name].summary["score"] == 0.125
+    assert len(found) == 3 and found[there[0].name].summary["score"] == 0.125
     kept = [p for p in before if p.exists() and p.suffix == ".wandb"]
     assert len(kept) == 2
     # A second sweep with the same cell adds its tag and leaves the group.
     write_json(other, read_json(store.manifest(sweep)) | {"name": "another"})
-    assert tracking.publish(store, "another", OFFLINE, items[:1])
-    seen = wandb_files.runs(store.root)[items[0].name].about
+    assert tracking.publish(store, "another", OFFLINE, there[:1])
+    seen = wandb_files.runs(store.root)[there[0].name].about
     assert seen.run_group == sweep and {f"sweep:{sweep}", "sweep:another"} <= set(seen.tags)
 
 
@@ -190,7 +191,7 @@ def test_two_runs_in_one_process_and_cells_of_a_run_without_tracker(runs: Runs) 
 
 def test_a_grid_becomes_a_heatmap(tmp_path: Path) -> None:
     grid = [{"length": n, "depth": d, "score": d, "n": 2} for n in (256, 512) for d in (0.0, 0.5, 1.0)]
-    made = tracking._pictures("1d at 10%", {"grid": grid}, None, tmp_path)
+    made = runs._pictures("1d at 10%", {"grid": grid}, None, tmp_path)
     assert [p.name for p in made] == ["niah_heatmap.png"] and made[0].read_bytes().startswith(b"\x89PNG")
 
 
@@ -319,7 +320,7 @@ def test_an_interrupt_ends_the_child(runs: Runs, misbehaving: Path, monkeypatch:
     (sweep,) = store.sweep_names()
     tracker = tracking.Tracker(store, sweep, OFFLINE)
     with pytest.raises(KeyboardInterrupt), tracker:
-        tracker.add(tracking.items(store, sweep)[0])
+        tracker.add(items.items(store, sweep)[0])
         while not (misbehaving.exists() and misbehaving.read_text()):
             time.sleep(0.05)
         raise KeyboardInterrupt
@@ -330,7 +331,7 @@ def test_a_run_that_another_process_writes_is_left_to_it(runs: Runs) -> None:
     assert runs("method=1d") == 0
     store = Store(runs.store)
     (sweep,) = store.sweep_names()
-    (cell, _) = tracking.items(store, sweep)
+    (cell, _) = items.items(store, sweep)
     tracking.prepare(store.root / "wandb")
     lease = Lease(store.root / "wandb" / "published" / cell.id)
     assert tracking.publish(store, sweep, OFFLINE, [cell])
@@ -367,5 +368,5 @@ def test_ids_are_fit_for_wandb() -> None:
 def test_a_csv_keeps_numbers_and_gaps(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("key,score,note\n12ab,0.5,\n13cd,,x\n")
-    assert tracking.csv_table(path) == (["key", "score", "note"], [["12ab", 0.5, None], ["13cd", None, "x"]])
+    assert runs.csv_table(path) == (["key", "score", "note"], [["12ab", 0.5, None], ["13cd", None, "x"]])
     assert tables.HEADER.count("key") == 1
