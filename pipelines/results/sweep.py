@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,8 @@ def _variants(found: list[Row]) -> list[Row]:
 
 
 def _named(values: dict[str, Any]) -> str:
-    shown = {f.removeprefix("method.").removeprefix("facts."): v for f, v in values.items()}
+    """Fields as people write them: without the part of a configuration that they belong to."""
+    shown = {re.sub(r"^(facts|method(\.(scorer|allocator|params))?)\.", "", f): v for f, v in values.items()}
     return ", ".join(f"{f}={v}" for f, v in shown.items() if v is not None)
 
 
