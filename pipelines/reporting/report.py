@@ -26,7 +26,7 @@ from pipelines.store.cells import CorruptRecords, Store
 from pipelines.store.files import write_atomic
 
 FIGURES = ("shown", "all", "none")
-SHOWN = 2  # figures of each kind on the page: a sweep of 500 cells has dozens
+SHOWN = 1  # figures of each kind on the page: a sweep of 500 cells has dozens
 
 # What a narrow terminal leaves out, first to last: table.csv and the page have all of it.
 SPARE = ("tokens/s", "eq. 1", "full", "peak", "answer NLL", "compression", "question")

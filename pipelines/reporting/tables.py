@@ -108,20 +108,18 @@ def notes(found: Sequence[Row]) -> list[str]:
 
 
 def marks(row: Row) -> list[str]:
-    """What sets a complete cell's making apart: its records differ in device, dtype, kernel or commit; superseded."""
-    r = row.result or {}
-    found = ["mixed: " + "; ".join(r["mixed"])] if r.get("mixed") else []
-    return found + ([f"superseded: {r['superseded']}"] if r.get("superseded") else [])
+    """What sets a complete cell's making apart: in what its records differ (device, dtype, kernel, commit)."""
+    mixed = (row.result or {}).get("mixed")
+    return ["mixed: " + "; ".join(mixed)] if mixed else []
 
 
 def marked(found: Sequence[Row]) -> str:
-    """How many cells bear such marks, in a sentence; empty where none does."""
-    each = [[m.partition(":")[0] for m in marks(row)] for row in found]
-    mixed, old = (sum(kind in m for m in each) for kind in ("mixed", "superseded"))
+    """How many cells are mixed or superseded, in a sentence each; empty where none is."""
+    mixed, old = sum(map(bool, map(marks, found))), sum(row.state.startswith("superseded") for row in found)
     why = "their records come from several devices, number formats, kernels or commits"
-    told = [f"{mixed} of {len(found)} cells are mixed: {why}"] * bool(mixed)
-    told += [f"{old} of {len(found)} cells are superseded: newer code gives other numbers"] * bool(old)
-    return ". ".join(told) + "." * bool(told)
+    told = [f"{mixed} of {len(found)} cells are mixed: {why}."] * bool(mixed)
+    told += [f"{old} of {len(found)} cells are superseded: this code gives other numbers."] * bool(old)
+    return " ".join(told)
 
 
 _DIAGNOSED = {"gamma": 2, "anchors": 0, "replaced": 3, "routing_flips": 3}

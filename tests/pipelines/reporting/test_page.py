@@ -12,7 +12,8 @@ import pytest
 
 from perf import report as perf
 from perf.report import build
-from pipelines.reporting import report
+from pipelines.reporting import report, tables
+from pipelines.results.sweep import Row
 from pipelines.store.cells import Store
 from pipelines.store.files import read_json, write_json
 from tests import browser as driver
@@ -83,18 +84,21 @@ def test_a_partial_report_says_so_everywhere(made: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_mixed_and_superseded_cells_are_marked(tmp_path: Path) -> None:
+def test_mixed_cells_are_marked(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    cells = sweep(store)
-    for i, marks in ((1, {"mixed": ["device: cpu (30), <gpu> (10)"]}), (2, {"superseded": "engine 1, now 2"})):
-        path = store.cell(cells[i]["key"]).folder / "result.json"
-        write_json(path, read_json(path) | marks)
+    path = store.cell(sweep(store)[1]["key"]).folder / "result.json"
+    write_json(path, read_json(path) | {"mixed": ["device: cpu (30), <gpu> (10)"]})
     text = report.write(store, "made_up", [])[0].read_text(encoding="utf-8")
-    assert "1 of 11 cells are mixed" in text and "1 of 11 cells are superseded" in text
+    assert "1 of 11 cells are mixed" in text
     assert 'title="mixed: device: cpu (30), &lt;gpu&gt; (10)"' in text
     assert text.count("(mixed)") == 1  # in the list of all cells
     assert "mixed: device: cpu (30), <gpu> (10)" in (store.report("made_up") / "table.csv").read_text(encoding="utf-8")
-    assert "(superseded)" in (store.report("made_up") / "table.md").read_text(encoding="utf-8")
+    assert "(mixed)" in (store.report("made_up") / "table.md").read_text(encoding="utf-8")
+
+
+def test_superseded_cells_are_counted() -> None:
+    row = Row("k", {}, {}, "superseded: made by engine 1, this is 2; run its command again", None)
+    assert tables.marked([row, row]) == "2 of 2 cells are superseded: this code gives other numbers."
 
 
 def test_figures_are_drawn_where_they_are_shown_or_asked_for(tmp_path: Path) -> None:
