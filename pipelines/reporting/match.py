@@ -58,10 +58,10 @@ def comparisons(sweep: Sweep) -> list[Comparison]:
     return out
 
 
-def headlines(sweep: Sweep) -> list[PublishedTable]:
-    """Published tables in a line, of papers whose methods the sweep ran on something else."""
+def headlines(sweep: Sweep, compared: Sequence[Comparison]) -> list[PublishedTable]:
+    """Published tables in a line, of papers whose methods the sweep ran on something else: not those compared."""
     ran = {row.info["method"] for row in sweep.rows} - {"full"}
-    shown = {id(c.table) for c in comparisons(sweep)}
+    shown = {id(c.table) for c in compared}
     methods = {"MoE-nD": {"1d", "2d_uniform", "2d", "2d_hetero"}, "RippleKV": {"RippleKV"}, "MoEZip": {"MoEZip"}}
     return [t for t in tables() if t.headline and id(t) not in shown and ran & methods.get(t.paper, set())]
 
@@ -80,6 +80,9 @@ def label(axis: str, value: Any) -> str:
 class _Finder:
     def __init__(self, sweep: Sweep):
         self.sweep = sweep
+        self.methods: dict[str, list[Row]] = {}
+        for row in sweep.rows:
+            self.methods.setdefault(row.info["method"], []).append(row)
         self.kinds: dict[str, Callable[[Fact], Ours | None]] = {
             "score": self._score,
             "memory": self._memory,
@@ -116,7 +119,7 @@ class _Finder:
     def _cells(self, fields: dict[str, Any], *also: str) -> list[Row]:
         """Cells that agree with a fact in whatever of these it names."""
         out = []
-        for row in self.sweep.rows:
+        for row in self.methods.get(fields["method"], ()) if "method" in fields else self.sweep.rows:
             have = {
                 "model": row.info["model"],
                 "benchmark": row.info["benchmark"],

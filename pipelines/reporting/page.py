@@ -75,7 +75,7 @@ def page(
     more: kinds of figures of which there are others. files: names and texts for download. made: when.
     """
     pivots = tables.pivots(sweep.rows)
-    papers, others = _papers(compared), _others(sweep)
+    papers, others = _papers(compared), _others(sweep, compared)
     chain, rest = tables.named(sweep.differences), [d for d in sweep.differences if not d.name]
     tasks = _tasks(pivots)
     shared, differing = _configuration(sweep)
@@ -249,9 +249,9 @@ def _papers(compared: Sequence[Comparison]) -> list[dict[str, Any]]:
     return out
 
 
-def _others(sweep: Sweep) -> Table | None:
+def _others(sweep: Sweep, compared: Sequence[Comparison]) -> Table | None:
     found: list[list[str | Cell]] = [
-        [Cell(t.paper, head=True), t.title, Cell(str(t.headline), "theirs")] for t in headlines(sweep)
+        [Cell(t.paper, head=True), t.title, Cell(str(t.headline), "theirs")] for t in headlines(sweep, compared)
     ]
     return Table([Cell("paper"), Cell("table"), Cell("published", "theirs")], found) if found else None
 

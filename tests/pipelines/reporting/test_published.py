@@ -198,7 +198,7 @@ def test_differences_average_budgets_within_examples(tmp_path: Path) -> None:
 def test_categories_are_means_of_tasks(tmp_path: Path) -> None:
     store = Store(tmp_path)
     tasks = [t for ts in categories().values() for t in ts]
-    payload = {"method": {"signal": "output", "r": 1.5}}
+    payload = {"method": {"allocator": {"signal": "output", "r": 1.5}}}
     cell = {"method": "RippleKV", "budget": "0.1r", "benchmark": "longbench_en", "payload": payload}
     build(store, [cell], model="llama3.1_8b_instruct", tasks=tasks, examples=5)
     sweep = load(store)
@@ -215,7 +215,7 @@ def test_another_model_has_nothing_beside_it_but_a_line(tmp_path: Path) -> None:
     table2(store, model="smollm2_135m")
     sweep = load(store)
     assert comparisons(sweep) == []
-    assert {t.id for t in beside.headlines(sweep)} == {"table2", "table5"}
+    assert {t.id for t in beside.headlines(sweep, beside.comparisons(sweep))} == {"table2", "table5"}
     assert report.main([f"paths.store={tmp_path}"]) == 3
     folder = store.report("t2")
     text = (folder / "index.html").read_text(encoding="utf-8")
