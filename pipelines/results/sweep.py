@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moend.errors import Blocked
-from moend.version import ENGINE_VERSION
+from moend.version import ENGINE_VERSION, numbers_stand
 from pipelines.cli.terminal import budget, question
 from pipelines.planning.identity import differences
 from pipelines.results.deltas import Delta, Scored, deltas
@@ -69,7 +69,8 @@ def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
         folder = store.cell(cell["key"])
         result = folder.result()
         doubts = [doubt(kind, key) for kind, key in cell["payload"]["calibrations"].items()]
-        if result is not None and (made := engine_of(cell["payload"])) < ENGINE_VERSION:
+        made = engine_of(cell["payload"])
+        if result is not None and not numbers_stand(made, cell["payload"]["method"]):
             state, result = f"superseded: made by engine {made}, this is {ENGINE_VERSION}; run its command again", None
         elif result is not None and _quantised(result) and (why := next(filter(None, doubts), None)):
             state, result = f"not tabled: {why}", None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moend import version
 from pipelines import report
 from pipelines.planning import planner
 from pipelines.planning.facts import Planner
@@ -29,10 +30,10 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def test_old_cells_are_read_while_their_numbers_stand(
-    store: Store, monkeypatch: pytest.MonkeyPatch, undrawn: None, capsys: pytest.CaptureFixture[str]
+def test_old_cells_are_read_where_their_numbers_stand(
+    store: Store, monkeypatch: pytest.MonkeyPatch, undrawn: None
 ) -> None:
-    monkeypatch.setattr(sweep, "ENGINE_VERSION", 1)
+    monkeypatch.setattr(version, "ENGINE_VERSION", 1)
     assert report.main([f"paths.store={store.root}"]) == 0
     found = sweep.rows(store, store.read_manifest("latest"))
     assert {r.info["method"]: r.state for r in found} == {"SnapKV": "done", "2d_uniform": "done"}
@@ -41,11 +42,21 @@ def test_old_cells_are_read_while_their_numbers_stand(
     assert len(load(store.root).cells) == 2
 
 
-def test_old_cells_are_marked_once_a_number_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "ENGINE_VERSION", 2)
-    found = sweep.rows(store, store.read_manifest("latest"))
-    assert all(r.state.startswith("superseded: made by engine 1, this is 2") and r.result is None for r in found)
-    assert sweep.compared(store, found) == []  # never compared or averaged with others
+def test_old_cells_are_marked_where_a_number_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "ENGINE_VERSION", 2)
+    monkeypatch.setattr(version, "CHANGED", {2: lambda method: method["name"] == "2d_uniform"})
+    found = {r.info["method"]: r for r in sweep.rows(store, store.read_manifest("latest"))}
+    assert found["SnapKV"].state == "done" and found["2d_uniform"].state.startswith("superseded: made by engine 1")
+    assert found["2d_uniform"].result is None
+    assert sweep.compared(store, list(found.values())) == []  # never compared or averaged with others
+
+
+def test_version_2_changed_quantised_cells_that_evict_while_decoding() -> None:
+    def stands(schedule: str | None, k_bits: int | str) -> bool:
+        return version.CHANGED[2]({"schedule": schedule, "precision": {"k_bits": k_bits, "v_bits": 16}}) is False
+
+    assert not stands("every", 8) and not stands("every", "joint")
+    assert stands("every", 16) and stands("prompt", 4) and stands(None, 16)
 
 
 def test_the_same_command_has_keys_of_its_own_now(store: Store) -> None:
