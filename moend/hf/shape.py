@@ -38,12 +38,19 @@ def arch_of(config: Any) -> Arch:
         raise UserError(f"model type '{config.model_type}' is an encoder-decoder: only decoder models are supported")
     config = text_config(config)
     kind = config.model_type
-    if getattr(config, "kv_lora_rank", None):
+
+    def read(name: str) -> Any:
+        try:
+            return getattr(config, name, None)
+        except Exception as e:  # transformers refuses to name one value where layers differ
+            raise UserError(f"model type '{kind}' has layers that differ in {name}: they must be alike") from e
+
+    if read("kv_lora_rank"):
         raise UserError(f"model type '{kind}' has multi-head latent attention: keys and values are not cached per head")
-    layer_types = getattr(config, "layer_types", None) or ()
+    layer_types = read("layer_types") or ()
     if odd := sorted({str(x) for x in layer_types} - set(KINDS)):
         raise UserError(f"model type '{kind}' has layers of kind {odd[0]}: only keys and values are supported")
-    if odd := [name for name in STATEFUL if getattr(config, name, None)]:
+    if odd := [name for name in STATEFUL if read(name)]:
         raise UserError(f"model type '{kind}' has state-space layers ({odd[0]}): only keys and values are supported")
     values: dict[str, int] = {}
     for field, name in (
@@ -51,13 +58,13 @@ def arch_of(config: Any) -> Arch:
         ("q_heads", "num_attention_heads"),
         ("max_positions", "max_position_embeddings"),
     ):
-        value = getattr(config, name, None)
+        value = read(name)
         if not isinstance(value, int):
             raise UserError(f"model type '{kind}' has no usable {name} in its config (found {value!r})")
         values[field] = value
     heads = values["q_heads"]
-    kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = 1 if read("multi_query") else read("num_key_value_heads") or heads
+    head_dim = read("head_dim") or read("hidden_size") // heads
     if not isinstance(kv_heads, int) or not isinstance(head_dim, int):
         raise UserError(f"model type '{kind}' has layers of different widths or heads, which moend does not support")
     return Arch(**values, kv_heads=kv_heads, head_dim=head_dim)
