@@ -396,10 +396,16 @@ def _register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
 
+def runs(config: Any) -> str:
+    """The name of the attention function that a model's text part runs."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return str(text._attn_implementation)
+
+
 @contextmanager
 def attention_of(model: Any) -> Iterator[None]:
     """Run `model` with the attention function `moend`; the model's own is restored at the end, errors included."""
-    before = model.config._attn_implementation
+    before = runs(model.config)
     if before == NAME:
         yield
         return

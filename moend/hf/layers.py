@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from moend.errors import UserError
-from moend.hf.attention import NAME, AttentionRule
+from moend.hf.attention import NAME, AttentionRule, runs
 
 UNATTENDED = (
     "the model's attention does not compute with the keys that its cache returned (it changes them first): "
@@ -57,9 +57,9 @@ class Running:
 
     def check(self) -> None:
         """UserError where the model runs another attention function."""
-        if (runs := self.config._attn_implementation) != NAME:
+        if (found := runs(self.config)) != NAME:
             raise UserError(
-                f"a compressed cache needs attn_implementation='{NAME}', the model runs '{runs}': "
+                f"a compressed cache needs attn_implementation='{NAME}', the model runs '{found}': "
                 "use the cache, and copies of it, inside moend.compress"
             )
 

@@ -66,7 +66,10 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 # What the names above do not say.
 EXTRA: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4},
+    },
     "phimoe": {"num_local_experts": 4},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
     "qwen2": {"sliding_window": 24},
@@ -75,6 +78,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 24},
     "starcoder2": {"sliding_window": 24},
     "mixtral": {"sliding_window": 24},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "reformer": {"axial_pos_embds": False},
@@ -123,9 +127,12 @@ def small(kind: str, config_class: Any) -> Any:
         if key in wanted and none and key != "head_dim":
             del wanted[key]  # the family has none
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
-        if isinstance(part, type) and not issubclass(part, type(config_class)):
-            with contextlib.suppress(Exception):
-                wanted[name] = small(getattr(part, "model_type", ""), part).to_dict()
+        if name in EXTRA.get(kind, {}):
+            continue
+        own = type(getattr(default, name, None))  # where the class says only that it is some config
+        with contextlib.suppress(Exception):
+            chosen = own if issubclass(own, transformers.PreTrainedConfig) else part
+            wanted[name] = small(chosen.model_type, chosen).to_dict()
     for key in ("layer_types", "mlp_layer_types"):
         if isinstance(listed := getattr(default, key, None), list | tuple) and len(listed) != 4 and listed:
             kinds = list(dict.fromkeys(listed))  # each kind there is; of one kind alone the class decides itself
@@ -141,7 +148,7 @@ def small(kind: str, config_class: Any) -> Any:
 def build(kind: str, name: str) -> Any:
     """A tiny random model with wide weights, in eval mode."""
     torch.manual_seed(0)
-    config = small(kind, CONFIG_MAPPING[kind])
+    config = small(kind, getattr(transformers, name).config_class or CONFIG_MAPPING[kind])
     with torch.device("meta"):
         size = sum(p.numel() for p in getattr(transformers, name)(config).parameters())
     if size > LARGEST:
