@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moend.version import ENGINE_VERSION
 from pipelines.planning import identity
 from pipelines.reporting import report
 from pipelines.results import aggregate as results
@@ -89,7 +90,10 @@ def build(
             "budget_protocol": None if spec["budget"] is None else spec.get("protocol", "matched"),
             "question_visible": spec.get("question_visible", True),
             "seed": 0,
-            "facts": {"benchmark": {"name": spec["benchmark"], "scorer_version": 1, "length": spec.get("length")}},
+            "facts": {
+                "engine": ENGINE_VERSION,
+                "benchmark": {"name": spec["benchmark"], "scorer_version": 1, "length": spec.get("length")},
+            },
             "calibrations": {},
         }
         key = identity.key([payload, spec.get("model", model), name])
