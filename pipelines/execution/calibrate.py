@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moend import calibration
 from moend.budget import Budget
-from moend.calibration import Artefact, Report, figure, kind
+from moend.calibration import Artefact, Report, kind
 from moend.errors import UserError
 from pipelines.cli import terminal
 from pipelines.cli.hydra import Point
@@ -140,6 +141,6 @@ def write(cell: Cell, plan: dict[str, Any], folders: dict[str, Path], folder: Pa
         shutil.copytree(source, folder / name, dirs_exist_ok=True)
         made.append(folder / name)
     title = f"{cell.facts.method} at {terminal.budget(cell.config.budget)}, {cell.facts.model}"
-    found = {name: figure(source, name) for name, source in folders.items()}
+    found = {name: calibration.figure(source, name) for name, source in folders.items()}
     drawn = pictures_of_plan(plan, found, title, cell.facts.model)
     return made + [path for p in drawn if p.draw(path := folder / f"{p.name}.png")]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moend.budget import Budget
-from moend.errors import Infeasible, UserError
+from moend.errors import Infeasible
 from pipelines.planning import identity
 from pipelines.planning.facts import Facts
 from pipelines.planning.needs import CalibrationNeed
@@ -63,13 +63,12 @@ class Library:
         )
 
     def calibrate(self, config: RunConfig, facts: Facts, need: CalibrationNeed, folder: Path) -> None:
-        path = folder / "artefact.json"
-        if path.exists():
-            if path.read_text() != identity.canonical(need.identity) + "\n":
-                raise UserError(f"{path} is not the calibration needed")
+        from moend.calibration import Artefact
+
+        if (folder / "artefact.json").exists():
+            Artefact.load(folder, need.identity, need.kind)
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(identity.canonical(need.identity) + "\n")
+        Artefact(need.kind, need.identity, {}, {}).save(folder)
         self.calibrated.append(need.key)
 
     def session(self, config: RunConfig) -> Session:
