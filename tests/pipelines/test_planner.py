@@ -166,7 +166,7 @@ def test_a_damaged_calibration_is_one_line(runs: Runs) -> None:
     assert (runs.out + runs.err).count("is not a calibration") == 1
     assert "0 cells" not in runs.out
     assert runs("method=2d", "budget=20%", main=calibrate.main) == 2
-    assert (runs.out + runs.err).count("is not the calibration needed") == 1
+    assert (runs.out + runs.err).count("is not a calibration") == 1
     assert runs("method=2d,2d_hetero", "budget=20%", main=calibrate.main) == 2
     assert runs.out.count("blocked: 2 cells") == 1
 
