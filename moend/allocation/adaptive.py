@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moend.allocation.base import Division
+from moend.allocation.base import Division, largest_that_fits
 from moend.allocation.uniform import Uniform
 from moend.errors import UserError
 
@@ -28,8 +29,16 @@ class Adaptive(Uniform):
 
     def divide(self, division: Division) -> list[list[int]]:
         """See `adaptive`."""
-        layers = zip(division.scores, division.entries, strict=True)
-        return [adaptive(scores, keep, self.floor) for scores, keep in layers]
+        found = []
+        for layer, scores in enumerate(division.scores):
+
+            def fits(keep: int, layer: int = layer, scores: Tensor = scores) -> bool:
+                counts = np.array(adaptive(scores, keep, self.floor))
+                return division.price(layer, counts) <= division.rooms[layer]
+
+            keep = largest_that_fits(1, division.entries[layer], fits)  # below 16 bit a head's price has steps
+            found.append(adaptive(scores, keep, self.floor))
+        return found
 
 
 def adaptive(scores: Tensor, keep: int, floor: float = FLOOR) -> list[int]:

@@ -90,6 +90,16 @@ class Allocator:
         return None
 
 
+def largest_that_fits(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest whole number in [low, high] that fits, where all below one that fits do, or nearly; else `low`."""
+    if fits(high):
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 def choices(name: str, value: object, allowed: Sequence[str]) -> None:
     """UserError where a setting of an allocator is none of its choices."""
     from moend.errors import unknown

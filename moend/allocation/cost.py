@@ -6,32 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moend.budget import Arch, Storage, eq1_bytes, peak_layer_bytes
+from moend.budget import Arch, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """total bytes for all layers; reference: prompt and output together, of which up to `new` arrive after compression.
-
-    exact: no sample is longer than `reference`, so that a layer with such a cap never evicts. least: the smallest cap.
-    storage(cap, k_bits, v_bits) says how a layer is stored; reserve(cap) how many entries an eviction leaves free.
-    """
+    """Bytes of a layer with a given cap, at the moment that the budget is compared at."""
 
     arch: Arch
-    reference: int
-    exact: bool
-    least: int
-    new: int
-    total: int
-    cost: Literal["resident", "eq1"]
-    storage: Callable[[int, int, int], Storage]
-    reserve: Callable[[int], int]
-    evicts: bool = False
+    reference: int  # tokens of prompt and output together
+    exact: bool  # whether no sample is longer than `reference`, so that a layer with such a cap never evicts
+    least: int  # the smallest cap
+    new: int  # tokens of `reference` that arrive after compression
+    total: int  # bytes for all layers
+    cost: Literal["resident", "eq1"]  # bytes held, or codes alone by eq. (1)
+    storage: Callable[[int, int, int], Storage]  # (cap, K bits, V bits) -> how a layer is stored
+    reserve: Callable[[int], int]  # cap -> entries that an eviction leaves free (`at` peak)
+    evicts: bool = False  # whether layers evict while decoding; if not, they grow by what is new
+    at: Literal["prompt", "peak"] = "peak"  # the budget holds after the prompt, or at every step
 
     @property
     def top(self) -> int:
         """The most entries that a layer can use."""
-        return self.reference - self.new if self.exact and not self.evicts else self.reference
+        return max(self.reference - self.new, 1) if self.exact and not self.evicts else self.reference
 
     @property
     def of_one_head(self) -> CostModel:
@@ -39,11 +36,17 @@ class CostModel:
         return replace(self, arch=replace(self.arch, kv_heads=1))
 
     def layer_cost(self, cap: int, k_bits: int, v_bits: int) -> int:
-        """Bytes of one layer with this cap: eq. (1), or the most it holds between compression and cap."""
+        """Bytes of one layer with this cap: eq. (1), or what it holds after the prompt, or the most until the end."""
         heads, dim = self.arch.kv_heads, self.arch.head_dim
         if self.cost == "eq1":
             return eq1_bytes(cap, heads, dim, k_bits, v_bits)
         storage = self.storage(cap, k_bits, v_bits)
-        if self.exact and cap >= self.reference:  # never evicts: no positions, and it grows by all that is new
-            return peak_layer_bytes(self.reference, min(self.new, self.reference - 1), storage.whole, heads, dim)
+        whole = self.exact and cap >= self.top  # never evicts: no positions, nothing kept for choosing
+        if whole:
+            storage = storage.whole
+        held = min(cap, max(self.reference - self.new, 1)) if whole else cap  # after the prompt
+        if self.at == "prompt":
+            return int(layer_bytes(held, storage, heads, dim))
+        if whole or not self.evicts:
+            return peak_layer_bytes(held + self.new, self.new, storage, heads, dim)
         return peak_layer_bytes(cap, self.reserve(cap), storage, heads, dim, new=self.new if storage.scales else None)

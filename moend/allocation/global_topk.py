@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moend.allocation.base import Division
+from moend.allocation.base import Division, largest_that_fits
 from moend.allocation.uniform import Uniform
 
 
@@ -22,8 +21,17 @@ class GlobalTopK(Uniform):
 
     def divide(self, division: Division) -> list[list[int]]:
         """See `head_tokens`."""
-        one = division.price(0, np.array([1]))
-        return head_tokens(division.scores, division.total // one, 1)
+        sizes = [len(s) for s in division.scores]
+        rows = ranked(division.scores, 1)  # sorted once: every number of entries is a prefix
+
+        def counts(entries: int) -> list[Tensor]:
+            return list(torch.bincount(rows[:entries], minlength=sum(sizes)).split(sizes))
+
+        def fits(entries: int) -> bool:
+            held = enumerate(counts(entries))
+            return sum(division.price(i, c.numpy(force=True)) for i, c in held) <= division.total
+
+        return [c.tolist() for c in counts(largest_that_fits(sum(sizes), len(rows), fits))]
 
 
 def head_tokens(scores: list[Tensor], entries: int, floor: int) -> list[list[int]]:
@@ -34,19 +42,22 @@ def head_tokens(scores: list[Tensor], entries: int, floor: int) -> list[list[int
     min(entries, all there are); ties go to the lower layer, head and position. ValueError where the floors alone
     exceed `entries`.
     """
+    sizes = [s.shape[0] for s in scores]
+    rows = ranked(scores, floor)
+    if entries < sum(sizes) * min(floor, scores[0].shape[1]):
+        raise ValueError(f"{entries} entries cannot give {sum(sizes)} heads {floor} each")
+    return [part.tolist() for part in torch.bincount(rows[:entries], minlength=sum(sizes)).split(sizes)]
+
+
+def ranked(scores: list[Tensor], floor: int) -> Tensor:
+    """The head of every entry, counted over all layers: best first, the `floor` best of each head before all."""
     flat = torch.cat([s.float() for s in scores])  # (L * H, n)
     if torch.isnan(flat).any():
         raise ValueError("scores contain NaN")
-    rows, n = flat.shape
-    floor = min(floor, n)
-    if entries < rows * floor:
-        raise ValueError(f"{entries} entries cannot give {rows} heads {floor} each")
-    first = flat.argsort(dim=-1, descending=True, stable=True)[:, :floor]
+    n = flat.shape[1]
+    first = flat.argsort(dim=-1, descending=True, stable=True)[:, : min(floor, n)]
     flat = flat.scatter(1, first, torch.inf)
-    kept = flat.flatten().argsort(descending=True, stable=True)[: min(entries, rows * n)]
-    counts = torch.bincount(kept // n, minlength=rows)
-    sizes = [s.shape[0] for s in scores]
-    return [part.tolist() for part in counts.split(sizes)]
+    return flat.flatten().argsort(descending=True, stable=True) // n
 
 
 ALLOCATOR = GlobalTopK

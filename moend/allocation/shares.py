@@ -17,25 +17,33 @@ Shape = Callable[[int, int, int], list[int]]
 
 
 def shaped(task: Task, shape: Shape) -> list[LayerPlan]:
-    """As many entries as `uniform` would hold in all, divided by `shape`; Infeasible where it is.
+    """As many entries as fit, about those of `uniform`, divided by `shape`; Infeasible where `uniform` is.
 
     No layer gets fewer than its protected entries (or, where a budget does not reach them, the uniform number), and
-    none more than a layer can use. At 16 bit the bytes are those of `uniform`; where an entry's price depends on how
-    many there are (groups, windows), the sum gives way until the bytes fit.
+    none more than a layer can use. Where an entry's price depends on how many there are (groups, windows), the sum
+    gives way or grows until the bytes fit.
     """
-    demand, top = task.cost, task.cost.top
-    k_bits, v_bits = task.fixed_bits
-    layers, heads, dim = demand.arch.layers, demand.arch.kv_heads, demand.arch.head_dim
-    n = min(largest(demand, k_bits, v_bits), top)
+    cost, top, layers = task.cost, task.cost.top, task.cost.arch.layers
+    bits = task.fixed_bits
+    n = min(largest(cost, *bits), top)
     low = min(task.protected, n)
+
+    def caps(total: int) -> list[int]:
+        return [max(c, cost.least) for c in shape(total, min(low, total // layers), top)]
+
+    def fits(total: int) -> bool:
+        return sum(cost.layer_cost(c, *bits) for c in caps(total)) <= cost.total
+
+    least, most = layers * cost.least, layers * top
     total = layers * n
-    freed = heads * (8 * dim + 8 * dim + 8)  # the most bytes that one entry less can free, see `largest`
-    while True:
-        caps = [max(c, demand.least) for c in shape(total, min(low, total // layers), top)]
-        over = sum(demand.layer_cost(c, k_bits, v_bits) for c in caps) - demand.total
-        if over <= 0 or total <= layers * demand.least:
-            return [LayerPlan(min(c / demand.reference, 1.0), c, k_bits, v_bits) for c in caps]
-        total = max(total - max(over // freed, 1), layers * demand.least)
+    while total > least and not fits(total):  # an entry's price depends on how many there are: groups, windows
+        total = max(total - layers, least)
+    if total < layers * n:
+        while fits(total + 1):
+            total += 1
+    while bits != (16, 16) and total < most and fits(min(total + layers, most)):
+        total = min(total + layers, most)
+    return [LayerPlan(min(c / cost.reference, 1.0), c, *bits) for c in caps(total)]
 
 
 def within(weights: Floats, total: float, low: int, high: int) -> Floats:

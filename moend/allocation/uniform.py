@@ -31,7 +31,7 @@ def uniform(demand: CostModel, bits: tuple[int, int], tokens: int | None = None)
 
 
 def largest(demand: CostModel, k_bits: int, v_bits: int) -> int:
-    """The largest common cap that fits, at most the reference length; Infeasible where not even one entry does."""
+    """The largest common cap that fits, at most what a layer can use; Infeasible where not even one entry does."""
     layers, heads, dim = demand.arch.layers, demand.arch.kv_heads, demand.arch.head_dim
     # No cap costs less than its codes, and giving up one entry frees at most a 16-bit entry, its position, its
     # accumulated attention and the scales of a group:
@@ -39,7 +39,9 @@ def largest(demand: CostModel, k_bits: int, v_bits: int) -> int:
     codes = heads * dim * (k_bits + v_bits) // 8
     freed = heads * (8 * dim + 8 * dim + 8)
     least = demand.least
-    n = max(min(demand.reference, demand.total // (layers * codes)), least)
+    if layers * demand.layer_cost(demand.top, k_bits, v_bits) <= demand.total:  # may be cheaper: no positions
+        return demand.top
+    n = max(min(demand.top, demand.total // (layers * codes)), least)
     while True:
         over = layers * demand.layer_cost(n, k_bits, v_bits) - demand.total
         if over <= 0:
@@ -48,7 +50,7 @@ def largest(demand: CostModel, k_bits: int, v_bits: int) -> int:
             what = "one entry per head fits" if least == 1 else f"{least} entries per head fit"
             raise Infeasible(f"not even {what}", f"{over + demand.total}B")
         # Groups and window change at 256 entries, positions and growth at the reference: one entry may free more there.
-        step = 1 if n in (256, demand.reference) else max(-(-over // (layers * freed)), 1)
+        step = 1 if n in (256, demand.top) else max(-(-over // (layers * freed)), 1)
         n = max(n - step, 256 if n > 256 else least)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from moend.scoring import scorer
 __all__ = ["BoundMethod", "Method", "Protocol", "bind", "from_fields", "method", "method_names", "reference_length"]
 
 Protocol = Literal["matched", "paper"]
+Moment = Literal["prompt", "peak"]
+Ints = npt.NDArray[np.int64]
 EVERYTHING = 2**40  # a cap that is never reached
 
 
@@ -51,6 +54,7 @@ class BoundMethod:
     protocol: Protocol
     arch: Arch
     t_ref: int | None
+    at: Moment = "prompt"  # when the budget binds: after the prompt, or at every step
     artefacts: Mapping[str, Artefact] = field(default_factory=dict, repr=False)
     store_dtype: torch.dtype = torch.bfloat16
     model_id: str = ""
@@ -67,7 +71,7 @@ class BoundMethod:
             headed = [x.heads for x in self.given.layers if x.heads is not None]
             if any(len(heads) != self.arch.kv_heads for heads in headed):
                 raise UserError(f"the plan has layers of other than the model's {self.arch.kv_heads} KV heads")
-            if headed and self.method.schedule != "prompt":
+            if headed and self.method.evicts:
                 raise UserError("a plan per head needs method.schedule=prompt: heads do not evict while decoding")
         for kind, artefact in self.artefacts.items():
             made_for = {k: v for k, v in artefact.identity.get("arch", {}).items() if k != "max_positions"}
@@ -75,16 +79,14 @@ class BoundMethod:
                 raise UserError(f"the {kind} calibration is of another model: {'; '.join(wrong)}")
 
     @property
-    def overshoot(self) -> Literal["counted", "paper"]:
-        """The eviction schedule in force: the protocol's, unless the method says otherwise."""
-        if self.method.overshoot != "auto":
-            return self.method.overshoot
-        return "counted" if self.protocol == "matched" else "paper"
-
-    @property
     def least(self) -> int:
         """The smallest cap: a layer that never passes its cap while decoding holds an old entry and the new one."""
-        return 2 if self.method.schedule == "every" and self.overshoot == "counted" else 1
+        return 2 if self.method.evicts and self._bounded else 1
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether a layer that evicts never passes its cap; if not, it holds up to `beta` entries more."""
+        return self.at == "peak" or self.method.schedule == "full"
 
     @property
     def per_sample(self) -> bool:
@@ -92,10 +94,12 @@ class BoundMethod:
         return self.method.make_allocator().averages
 
     def reserve(self, cap: int, new: int) -> int:
-        """Entries of a cap left free after an eviction for the tokens to come ("counted")."""
-        if self.method.schedule == "prompt" or self.overshoot == "paper":
-            return 0
-        return min(self._beta(cap), cap // 2, new)
+        """Entries of a cap that an eviction leaves free for the tokens to come."""
+        return min(self._beta(cap), cap // 2, new) if self.method.evicts and self._bounded else 0
+
+    def _after(self, cap: int, new: int) -> int:
+        """Entries after the prompt: the cap, less what must stay free for the first tokens of the output."""
+        return cap - self.reserve(cap, new) if self.at == "peak" else cap
 
     def _beta(self, cap: int) -> int:
         """Tokens between two evictions of a layer with this cap."""
@@ -105,7 +109,7 @@ class BoundMethod:
     def storage(self, cap: int, k_bits: int, v_bits: int) -> Storage:
         """`Method.storage` on this model; while decoding also the last queries that its scorer goes by."""
         stored, made = self.method.storage(cap, k_bits, v_bits), self.method.make_scorer()
-        if made is None or self.method.schedule == "prompt":
+        if made is None or not self.method.evicts:
             return stored
         return replace(stored, queries=made.last_queries * self.arch.q_heads // self.arch.kv_heads)
 
@@ -136,7 +140,8 @@ class BoundMethod:
             storage=self.storage,
             reserve=lambda cap: self.reserve(cap, new),
             new=new,
-            evicts=m.schedule == "every",
+            evicts=m.evicts,
+            at=self.at,
         )
         full_precision = not m.quantises
         task = Task(
@@ -149,7 +154,13 @@ class BoundMethod:
         try:
             made = allocator.plan(task)
         except Infeasible as e:
-            raise Infeasible(f"{m.name} cannot meet the budget {self.budget}: {e}", e.smallest) from None
+            grows = ""
+            if self.at == "peak" and not m.evicts and not m.keeps_all:
+                grows = (
+                    f" (its {new} new tokens stay, and budget_at=peak counts them; {m.name}+decode evicts them too: "
+                    "method.schedule=every)"
+                )
+            raise Infeasible(f"{m.name} cannot meet the budget {self.budget}: {e}{grows}", e.smallest) from None
         layers, solved, top = made.layers, made.solution, costs.top
         ratio, dim = self.t_ref is None, arch.head_dim
         resident = eq1 = 0
@@ -157,7 +168,7 @@ class BoundMethod:
             for part in x.heads or (x,):
                 held, count = min(part.tokens or 0, reference), 1 if x.heads else arch.kv_heads
                 whole = costs.exact and held >= top
-                left = reference - new if whole else held - self.reserve(held, new)
+                left = max(reference - new, 1) if whole else self._after(held, new)
                 resident += int(layer_bytes(left, self._stored(part.tokens or 0, part, full=whole), count, dim))
                 eq1 += eq1_bytes(held, count, dim, part.k_bits, part.v_bits)
         return RoutingPlan(
@@ -212,17 +223,40 @@ class BoundMethod:
                 continue
             cap = self._cap(layer, tokens, new)
             storage = self.storage(cap, layer.k_bits, layer.v_bits)
-            if self.method.schedule == "every" and self.overshoot == "counted":
+            if self.method.evicts and self.at == "peak":
                 cap = self._growth(cap, tokens, new, storage)
-            if cap >= tokens + new or self.method.keeps_all:
+            if self.method.keeps_all or cap >= tokens + (new if self.method.evicts else 0):
                 specs.append(LayerSpec(EVERYTHING, storage.whole))
-            elif self.method.schedule == "prompt":
+            elif not self.method.evicts:
                 specs.append(LayerSpec(cap, storage))
             else:
-                reserve = self.reserve(cap, new)
-                schedule = Schedule(cap, reserve, self._beta(cap), self.overshoot)
-                specs.append(LayerSpec(cap - reserve if tokens > cap - reserve else tokens, storage, schedule))
+                when: Literal["counted", "paper"] = "counted" if self._bounded else "paper"
+                schedule = Schedule(cap, self.reserve(cap, new), self._beta(cap), when)
+                specs.append(LayerSpec(min(self._after(cap, new), tokens), storage, schedule))
         return specs
+
+    def held(self, tokens: int, new: int) -> tuple[int, int]:
+        """Bytes after a prompt of `tokens`, and the most until `new` more have come, by what is planned."""
+        after = peak = 0
+        for spec in self.specs(tokens, new):
+            parts = [(spec.tokens, spec.storage, self.arch.kv_heads)]
+            if spec.heads is not None:
+                parts = [(n, x, 1) for n, x in zip(spec.heads, spec.storages or (), strict=True)]
+            for planned, storage, heads in parts:
+                n, s = min(planned, tokens), spec.schedule
+                stored = storage.whole if planned >= tokens and s.cap is None else storage
+                now = replace(stored, positions="none") if n >= tokens else stored
+                after += int(layer_bytes(n, now, heads, self.arch.head_dim))
+                most = n + new
+                if s.cap is not None and s.overshoot == "paper":
+                    most = min(most, max(s.cap, n) + s.beta)
+                elif s.cap is not None:
+                    most = min(most, s.cap)
+                grown = peak_layer_bytes(most, most - n, stored, heads, self.arch.head_dim)
+                if s.cap is not None and s.overshoot == "counted" and n + new > s.cap:
+                    grown = max(grown, peak_layer_bytes(s.cap, s.reserve, stored, heads, self.arch.head_dim))
+                peak += max(grown, int(layer_bytes(n, now, heads, self.arch.head_dim)))
+        return after, peak
 
     def _cap(self, plan: LayerPlan, tokens: int, new: int) -> int:
         """Entries that a layer or a head may hold."""
@@ -288,9 +322,11 @@ class BoundMethod:
         specs = self.specs(tokens, new)
         if self.method.make_allocator().divides_heads and any(s.heads is None and s.tokens < tokens for s in specs):
             scores = [prefilled.scores(selector(layer), key, row) for layer in range(self.arch.layers)]
-            counts = self.method.make_allocator().divide(self._division(scores, specs, tokens))
-            if counts is not None:
-                specs = [replace(s, heads=tuple(c)) for s, c in zip(specs, counts, strict=True)]
+            division, stored = self._division(scores, specs, tokens, new)
+            if (counts := self.method.make_allocator().divide(division)) is not None:
+                specs = [
+                    replace(s, heads=tuple(c), storage=own) for s, c, own in zip(specs, counts, stored, strict=True)
+                ]
         if self.method.reindexes:
             if rotary is None:
                 raise ValueError("a re-indexed cache needs the model's rotary")
@@ -307,17 +343,31 @@ class BoundMethod:
             row=row,
         )
 
-    def _division(self, scores: list[torch.Tensor], specs: Sequence[LayerSpec], tokens: int) -> Division:
-        """What an allocator divides among heads by the scores of a sample."""
-        position = 0 if self.protocol == "paper" else 4  # eq. (1) counts codes only
-        entry = 4 * self.arch.head_dim + position  # of one head
+    def _division(
+        self, scores: list[torch.Tensor], specs: Sequence[LayerSpec], tokens: int, new: int
+    ) -> tuple[Division, list[Storage]]:
+        """What an allocator divides among heads by a sample's scores, and how the heads of each layer are stored."""
+        heads, dim = self.arch.kv_heads, self.arch.head_dim
+        stored = [replace(s.storage, positions="per_head") for s in specs]
+        grows = new if self.at == "peak" else 0  # entries that come to those of the prompt
 
-        def price(layer: int, counts: npt.NDArray[np.int64]) -> int:
-            return int(counts.sum()) * entry
+        def price(layer: int, counts: Ints) -> int:
+            if self.protocol == "paper":  # eq. (1) counts codes only
+                return eq1_bytes(int(counts.sum()), 1, dim, stored[layer].k_bits, stored[layer].v_bits)
+            if grows:
+                return sum(_grown(int(n), grows, stored[layer], dim) for n in counts)
+            return int(layer_bytes(counts, stored[layer], 1, dim).sum())
 
         entries = [min(s.tokens, tokens) for s in specs]
-        rooms = [n * self.arch.kv_heads * entry for n in entries]
-        return Division(scores, entries, rooms, self.budget.to_bytes(self.arch, tokens), price)
+        rooms = [price(i, np.full(heads, n)) for i, n in enumerate(entries)]
+        total = self.budget.to_bytes(self.arch, tokens)
+        return Division(scores, entries, rooms, total, price), stored
+
+
+@functools.lru_cache(maxsize=4096)
+def _grown(n: int, new: int, storage: Storage, dim: int) -> int:
+    """The most bytes of one head that holds n entries after the prompt and all `new` ones."""
+    return peak_layer_bytes(n + new, new, storage, 1, dim)
 
 
 def _shares(layer: LayerPlan) -> LayerPlan:
@@ -330,4 +380,8 @@ def bind(method: Method, budget: Budget, protocol: Protocol, arch: Arch, **rest:
     """Fit a method to a budget and a model; see `BoundMethod`."""
     if protocol not in ("matched", "paper"):
         raise unknown("budget_protocol", protocol, ("matched", "paper"))
+    if (at := rest.get("at", "prompt")) not in ("prompt", "peak"):
+        raise unknown("budget_at", at, ("prompt", "peak"))
+    if (protocol, at) == ("paper", "peak"):
+        raise UserError("budget_protocol=paper is stated for what is held after the prompt: budget_at must be prompt")
     return BoundMethod(method, budget, protocol, arch, **rest)

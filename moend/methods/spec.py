@@ -25,6 +25,7 @@ MOVED = {
     **{k: f"method.allocator.{k}" for k in ("table", "keeps", "bits", "solver", "cost", "t_ref", "extend_lattice")},
     **{k: f"method.allocator.{k}" for k in ("r", "gamma", "signal")},
     **{k: f"method.scorer.{k}" for k in ("mode", "anchor_min", "reindex")},
+    "overshoot": "budget_at=prompt (was paper) or budget_at=peak (was counted)",
 }
 RENAMED = {"routed": "joint", "threshold": "global_topk"}  # allocators
 
@@ -38,9 +39,9 @@ class Method:
     scorer: Mapping[str, Any] | None = None  # {name, its settings}; None keeps all tokens
     allocator: Mapping[str, Any] = field(default_factory=lambda: {"name": "uniform"})  # {name, its settings}
     precision: Mapping[str, int | str] = field(default_factory=lambda: {"k_bits": 16, "v_bits": 16})  # or joint
-    schedule: Literal["prompt", "every"] = "prompt"  # compress the prompt once, or again every `beta` new tokens
+    # prompt: compress once. every: again every `beta` new tokens. full: when a layer is full, drop `beta` at once.
+    schedule: Literal["prompt", "every", "full"] = "prompt"
     beta: int | float = 128  # tokens; a share in (0, 1): of a layer's cap
-    overshoot: Literal["auto", "counted", "paper"] = "auto"
     n_sink: int = 4  # first tokens that always stay
     recent: int | float = 32  # newest entries that always stay; a share in (0, 1): of what a layer keeps
     group: int = 64  # tokens that share a K scale
@@ -55,9 +56,8 @@ class Method:
         self._check_parts()
 
     def _check_fields(self) -> None:
-        for key, allowed in {"schedule": ("prompt", "every"), "overshoot": ("auto", "counted", "paper")}.items():
-            if getattr(self, key) not in allowed:
-                raise unknown(f"method.{key}", str(getattr(self, key)), allowed)
+        if self.schedule not in (allowed := ("prompt", "every", "full")):
+            raise unknown("method.schedule", str(self.schedule), allowed)
         for key, least in {"n_sink": 0, "group": 1, "channels": 1}.items():
             value = getattr(self, key)
             if not isinstance(value, int) or value < least:
@@ -101,12 +101,12 @@ class Method:
             return
         if divides.divides_heads:
             self._check_heads(made, divides)
-        if self.schedule == "every" and not made.at_decode:
+        if self.evicts and not made.at_decode:
             raise UserError(
                 f"scorer {made.name} goes by what only the prompt's pass shows, so it cannot rank again while "
                 "decoding: method.schedule must be prompt"
             )
-        if made.reindex and (self.schedule != "every" or self.quantises):
+        if made.reindex and (not self.evicts or self.quantises):
             raise UserError(
                 "method.scorer.reindex counts positions inside a cache that evicts at 16 bit: set "
                 "method.schedule=every and 16 bit"
@@ -123,24 +123,29 @@ class Method:
                 f"allocator {divides.name} compares the scores of different heads, and those of scorer {made.name} are "
                 "places in each head's own order: set method.allocator.name=uniform"
             )
-        if self.schedule != "prompt":
+        if self.evicts:
             raise UserError(
                 f"allocator {divides.name} gives heads different numbers of entries, and such heads do not evict while "
                 "decoding yet: set method.schedule=prompt"
             )
-        if self.quantises and not divides.chooses_bits:
-            raise UserError(f"allocator {divides.name} needs 16 bit: method.precision={{k_bits: 16, v_bits: 16}}")
 
     @property
     def label(self) -> str:
         """Its name in tables: a variant that is another method says so."""
-        return self.name + (" (reindexed)" if self.reindexes else "")
+        own = next((_read(p) for f in METHOD_FOLDERS if (p := f / f"{self.name}.yaml").is_file()), {})
+        decodes = own.get("schedule") == "prompt" and self.evicts
+        return self.name + ("+decode" if decodes else "") + (" (reindexed)" if self.reindexes else "")
 
     @property
     def reindexes(self) -> bool:
         """Whether positions count inside the cache, as in StreamingLLM's original."""
         made = self.make_scorer()
         return made is not None and made.reindex
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it evicts while decoding, too."""
+        return self.schedule != "prompt"
 
     @property
     def keeps_all(self) -> bool:
@@ -204,9 +209,9 @@ class Method:
         accumulated = False
         if (made := self.make_scorer()) is not None:
             form = "per_head" if made.per_head else "shared"
-            accumulated = self.schedule == "every" and "accumulated" in made.observes
+            accumulated = self.evicts and "accumulated" in made.observes
         stored = Storage(k_bits, v_bits, group, window, form, accumulated, channels=self.channels)
-        return stored.evicting(cap) if self.schedule == "every" else stored
+        return stored.evicting(cap) if self.evicts else stored
 
 
 def as_part(part: str, given: object) -> Mapping[str, Any] | None:
@@ -246,7 +251,7 @@ def from_fields(fields: Mapping[str, Any]) -> Method:
     known = {f.name for f in dataclasses.fields(Method)}
     for key in fields:
         if key in MOVED:
-            raise UserError(f"method.{key} is a setting of a part now: {MOVED[key]}")
+            raise UserError(f"method.{key} has another place now: {MOVED[key]}")
         if key not in known:
             raise unknown("method field", str(key), known)
     return Method(**fields)

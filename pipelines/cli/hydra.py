@@ -218,7 +218,7 @@ def _moved(key: str) -> str | None:
     from moend.methods.spec import MOVED
 
     new = MOVED.get(key.removeprefix("method."))
-    return None if new is None else f"{key} is a setting of a part now: {new}"
+    return None if new is None else f"{key} has another place now: {new}"
 
 
 def unknown_key(key: str, choices: Sequence[str]) -> str:

@@ -132,7 +132,9 @@ class Planner:
             length, new = lengths(bench, arch, config)
             full = arch.full_bytes(length)
             cell = full if method.keeps_all else min(Budget.parse(config.budget).to_bytes(arch, length), full)
-            asked = canonical([config.method, config.calibration, config.budget, config.budget_protocol])
+            asked = canonical(
+                [config.method, config.calibration, config.budget, config.budget_protocol, config.budget_at]
+            )
             infeasible = self._once(self._infeasible, config, method, arch, length, new, by=(asked, arch, length, new))
         return Facts(
             model=spec.label,
@@ -249,7 +251,8 @@ def bind_method(
 
     budget = Budget.parse(config.budget)
     t_ref = reference_length(method, budget, length + new, new)
-    return bind(method, budget, config.budget_protocol, arch, t_ref=t_ref, artefacts=dict(artefacts), **rest)
+    rest |= {"t_ref": t_ref, "at": config.budget_at, "artefacts": dict(artefacts)}
+    return bind(method, budget, config.budget_protocol, arch, **rest)
 
 
 def _smallest(error: Infeasible, budget: Budget, arch: Arch, length: int) -> str:

@@ -42,7 +42,7 @@ RUN_ONLY = frozenset(
 
 # Fields of conf/method that say how a cache is cut: none of them means anything where nothing is ever cut or rounded.
 # What is not named here counts, for such a method too.
-CUTTING = (*("schedule", "beta", "overshoot", "n_sink", "recent", "group", "channels", "window", "always_quantise"),)
+CUTTING = (*("schedule", "beta", "n_sink", "recent", "group", "channels", "window", "always_quantise"),)
 
 
 def semantic(config: dict[str, Any], run_only: frozenset[str] = RUN_ONLY) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def cell_payload(
     payload = {"schema": SCHEMA, **semantic(config), "facts": facts, "calibrations": calibrations}
     if is_full:
         method = {k: None if k in CUTTING else v for k, v in payload["method"].items()}
-        payload |= {"budget": None, "budget_protocol": None, "method": method}
+        payload |= {"budget": None, "budget_protocol": None, "budget_at": None, "method": method}
     if is_nll:
         payload |= {"question_visible": None, "generation": None}
     return payload
@@ -77,6 +77,6 @@ def cell_payload(
 
 def group_payload(payload: dict[str, Any]) -> dict[str, Any]:
     """What cells must have in common to share one prefill per example: all but the method and its budget."""
-    apart = ("method", "budget", "budget_protocol", "calibrations")
+    apart = ("method", "budget", "budget_protocol", "budget_at", "calibrations")
     shared = {k: v for k, v in payload.items() if k not in apart}
     return {**shared, "facts": {k: v for k, v in payload["facts"].items() if k != "method"}}

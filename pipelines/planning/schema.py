@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moend import paths
 from moend.budget import Budget
@@ -124,9 +124,20 @@ class RunConfig(_Strict):
     paths: PathsConfig
     budget: str
     budget_protocol: Literal["matched", "paper"]
+    budget_at: Literal["prompt", "peak"]
     question_visible: bool
     seed: int = Field(ge=0, lt=2**32)
     dry_run: bool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _moment(cls, values: Any) -> Any:
+        """What a key holds is resolved: null is the moment that the protocol and the generation imply."""
+        if not isinstance(values, dict) or values.get("budget_at") is not None:
+            return values
+        generation = values.get("generation")
+        thinks = isinstance(generation, dict) and generation.get("reasoning") is True
+        return values | {"budget_at": "peak" if thinks and values.get("budget_protocol") != "paper" else "prompt"}
 
     @field_validator("budget", mode="before")
     @classmethod

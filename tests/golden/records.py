@@ -72,6 +72,7 @@ def bound(loaded: Any, case: Case, prompt: Prompt, tensors: Mapping[str, Any]) -
         t_ref=reference_length(method, budget, len(prompt.ids) + new, new),
         artefacts={kind: Artefact(kind, {}, dict(held)) for kind, held in tensors.items()},
         store_dtype=loaded.store_dtype,
+        at=case.at,
     )
     Engine(loaded).admit(made, question_visible=case.visible)
     cut = len(prompt.ids) - 1 if case.visible else prompt.context_tokens
@@ -153,6 +154,7 @@ class Case:
     visible: bool = True
     protocol: str = "matched"
     changes: Fields = field(default_factory=dict)
+    at: Any = "prompt"
 
     @property
     def fields(self) -> Fields:
@@ -172,7 +174,8 @@ class Case:
     def key(self, model: str) -> str:
         """Return the name of the case's record."""
         seen = "seen" if self.visible else "unseen"
-        return f"{model} | {self.prompt} | {self.group} | {self.budget} | {self.protocol} | {seen}"
+        at = " at the peak" if self.at == "peak" else ""
+        return f"{model} | {self.prompt} | {self.group} | {self.budget} | {self.protocol}{at} | {seen}"
 
 
 @functools.cache
@@ -210,17 +213,22 @@ def cases(model: str) -> list[Case]:
         found += [Case("short", n, b, visible, "paper") for n in FAMILY for b in BUDGETS]
         found += [Case("short", n, "25%", visible, changes=changes) for n, changes in PROMPT_ONLY]
     # Long outputs: a method evicts many times while decoding, or packs what it goes on keeping.
-    found += [Case("long", n, LONG_ROOMY if n in keeps_all else LONG) for n in names]
+    evicts = {n for n in names if from_fields(method_file(n)).evicts}
+    found += [
+        Case("long", n, LONG_ROOMY if n in keeps_all else LONG, at="peak" if n in evicts else "prompt") for n in names
+    ]
     found += [Case("long", n, LONG_TOKENS, protocol="paper", changes={"beta": 32}) for n in FAMILY]
     if model == MODELS[0]:
-        found += [Case("long", n, LONG_TOKENS) for n in names if method_file(n)["schedule"] == "every"]
-        found += [Case("long", n, LONG_TOKENS, changes=changes) for n, changes in OTHER_WAYS]
+        found += [Case("long", n, LONG_TOKENS, at="peak") for n in sorted(evicts)]
+        found += [Case("long", n, LONG_TOKENS, changes={"beta": 16}) for n in ("H2O", "2d_hetero")]
+        found += [Case("long", n, LONG_TOKENS, changes=changes, at="peak") for n, changes in OTHER_WAYS]
+        found += [Case("long", n, LONG_TOKENS, at="peak", changes=changes) for n, changes in AT_THE_PEAK]
     for n in DECODING:
         own = tuple(method_file(n)["precision"].values())
         if model == MODELS[0]:
-            found += [Case("long", n, LONG_TOKENS, changes=bits(*p)) for p in PAIRS if p != own]
+            found += [Case("long", n, LONG_TOKENS, changes=bits(*p), at="peak") for p in PAIRS if p != own]
         else:
-            found.append(Case("long", n, LONG_TOKENS, visible=False, changes=bits(8, 4)))
+            found.append(Case("long", n, LONG_TOKENS, visible=False, changes=bits(8, 4), at="peak"))
     return found
 
 
@@ -233,7 +241,9 @@ PROMPT_ONLY: tuple[tuple[str, Fields], ...] = (
     ("MoEZip", {"scorer": {"mode": "recon"}}),
     ("Random", bits(16, 4)),
     ("Knorm", bits(8, 16)),
-    ("AdaKV", bits(8, 8)),  # refused
+    ("AdaKV", bits(8, 8)),
+    ("KVZip", bits(8, 4)),
+    ("KVZip", bits(4, 4)),
     ("2d_hetero", {"allocator": {"table": "kl", "extend_lattice": False}}),
     ("2d_hetero", {"allocator": {"solver": "greedy"}}),
     ("2d_hetero", {"allocator": {"solver": "greedy_paper"}}),
@@ -245,8 +255,9 @@ OTHER_WAYS: tuple[tuple[str, Fields], ...] = (
     ("StreamingLLM", {"scorer": {"reindex": True}, "beta": 4}),
     ("SnapKV", {"schedule": "every", "beta": 16, "recent": 8, "scorer": {"window": 8}}),
     ("Knorm", {"schedule": "every", "beta": 16}),
-    ("H2O", {"overshoot": "paper", "beta": 8}),
+    ("H2O", {"beta": 8}),
 )
+AT_THE_PEAK: tuple[tuple[str, Fields], ...] = (("SnapKV", {}), ("KVZip", bits(8, 4)))  # refused: the output grows
 
 
 def calibrations(model: str, case: Case) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def test_full_is_the_stock_model(loaded, artefacts, examples):
 def every_way(n: str, visible: bool) -> list[dict[str, Any]]:
     """A method as it is, and, where it evicts while decoding, so often that it does within a short answer."""
     asked = {"scorer": {"mode": "recon"}} if n == "MoEZip" and not visible else {}  # there is no question to go by
-    ways = [asked, {"beta": 3}] if method(n).schedule == "every" else [asked]
+    ways = [asked, {"beta": 3}] if method(n).evicts else [asked]
     window = {"name": "snapkv", "window": 8}  # what it goes by while decoding must fit as well
     more = {
         "StreamingLLM": {"scorer": {"reindex": True}, "beta": 2},
@@ -178,7 +178,7 @@ def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, nam
                 predicted += int(layer_bytes(min(n, cut), storage.whole if n >= cut else storage, heads, arch.head_dim))
         assert out.resident_bytes == predicted <= total
         assert out.entries == [min(s.tokens, cut) for s in specs]
-        if bound.method.schedule == "every":
+        if bound.method.evicts:
             assert out.resident_bytes_peak <= total
         assert out.resident_bytes <= out.resident_bytes_peak
         assert out.full_bytes == arch.full_bytes(cut)

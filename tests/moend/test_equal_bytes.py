@@ -44,7 +44,9 @@ def prefilled(shape: str) -> Prefilled:
 
 def bound(name: str, shape: str, budget: str) -> BoundMethod:
     arch = SHAPES[shape][0]
-    return bind(method(name), Budget.parse(budget), "matched", arch, t_ref=None, artefacts=calibrations(arch))
+    made = method(name)
+    at = "peak" if made.evicts else "prompt"  # `test_budget_at` compares all of them at both moments, as predicted
+    return bind(made, Budget.parse(budget), "matched", arch, t_ref=None, at=at, artefacts=calibrations(arch))
 
 
 @functools.cache
@@ -62,7 +64,7 @@ def most_held(name: str, shape: str, budget: str) -> int | None:
     parts = cache.parts()
     most = cache.resident_bytes()
     assert most == sum(row.nbytes() for layer in parts for row in layer)
-    if b.method.schedule == "every":
+    if b.method.evicts:
         for _ in range(NEW):
             for layer in cache.layers:
                 for _ in layer.strands.feed(*torch.zeros(2, 1, arch.kv_heads, 1, arch.head_dim)):
@@ -131,7 +133,7 @@ def test_lattices_never_pass_the_budget(shape: str, name: str) -> None:
 
 
 @pytest.mark.req(2)
-@pytest.mark.parametrize(("name", "smallest"), [("KIVI", 0.415), ("KIVI_2bit", 0.305), ("KVTuner", 0.342)])
+@pytest.mark.parametrize(("name", "smallest"), [("KIVI", 0.398), ("KIVI_2bit", 0.289), ("KVTuner", 0.326)])
 def test_keeping_all_names_its_smallest_budget(name: str, smallest: float) -> None:
     """The figures of docs/methods.md, and that the budget which is named can be met."""
     arch, tokens = SHAPES["smollm2"]

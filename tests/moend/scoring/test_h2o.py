@@ -54,7 +54,7 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
     """Prompt, question fed in pieces, decoding: what each step sees, which entries stay, and the bytes."""
     model, total = tiny(name), cut + 30
     ids = torch.randint(3, 97, (1, total), generator=torch.Generator().manual_seed(cut))
-    bound = bind(method("H2O"), Budget.parse(21), "matched", ARCH, t_ref=None, store_dtype=torch.float32)
+    bound = bind(method("H2O"), Budget.parse(21), "matched", ARCH, t_ref=None, at="peak", store_dtype=torch.float32)
     cap = round(bound.plan(cut, 30).layers[0].keep * total)
     entry = 2 * (16 * 4 + 4 + 4)  # both heads: K and V at 16 bit, a position, the accumulated attention
     assert cap == 21 * 2 * 16 * 4 // entry
@@ -76,7 +76,7 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
 
 def test_what_never_evicts_holds_no_mass() -> None:
     model, ids = tiny(), torch.randint(3, 97, (1, 30))
-    bound = bind(method("H2O"), Budget.parse("1e6"), "matched", ARCH, t_ref=None)
+    bound = bind(method("H2O"), Budget.parse("1e6"), "matched", ARCH, t_ref=None, at="peak")
     cache = bound.fork(prefill(model, ids, observe=("accumulated",)), 8, rotary=None, scaling=[0.25] * 3)
     assert all(row.accumulated is None for (row,) in cache.rows)
     assert cache.resident_bytes() == ARCH.full_bytes(30)

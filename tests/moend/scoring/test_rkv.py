@@ -106,7 +106,9 @@ def test_whole_method(cut: int) -> None:
     """Every 8 tokens here, instead of 128."""
     model = tiny("llama")
     ids = torch.randint(3, 97, (1, cut + 22), generator=torch.Generator().manual_seed(cut))
-    bound = bind(method("RKV", beta=8), Budget.parse(32), "matched", ARCH, t_ref=None, store_dtype=torch.float32)
+    bound = bind(
+        method("RKV", beta=8), Budget.parse(32), "matched", ARCH, t_ref=None, at="peak", store_dtype=torch.float32
+    )
     check(model, bound, ids, cut, [9, 1, 1, 11], as_the_paper)
 
 

@@ -34,7 +34,7 @@ def test_by_hand() -> None:
     assert got.floor().tolist() == [0, 2, 0, 1]
     assert got[2] > got[0]  # ties go to the newer
     m = method("Scissorhands")
-    assert (m.n_sink, m.recent, m.schedule, m.beta, m.overshoot) == (0, 10, "every", 0.5, "counted")
+    assert (m.n_sink, m.recent, m.schedule, m.beta) == (0, 10, "full", 0.5)
 
 
 def counts(attention: torch.Tensor, queries: list[int], keys: list[int]) -> list[int]:
@@ -96,7 +96,7 @@ def test_whole_method(feeds: list[int], cut: int) -> None:
     model = tiny("llama")
     ids = torch.randint(3, 97, (1, cut + 22), generator=torch.Generator().manual_seed(cut))
     made = method("Scissorhands", scorer={"name": "scissorhands", "window": 8}, recent=4)
-    bound = bind(made, Budget.parse(30), "matched", ARCH, t_ref=None, store_dtype=torch.float32)
+    bound = bind(made, Budget.parse(30), "matched", ARCH, t_ref=None, at="peak", store_dtype=torch.float32)
     spec = bound.specs(cut, 22)[0]
     assert spec.schedule.reserve == (spec.schedule.cap or 0) // 2  # half of what a layer may hold goes at once
     check(model, bound, ids, cut, feeds, unimportant_go)

@@ -30,7 +30,9 @@ def sinks_and_newest(run: Pass, layer: int, h: int, held: list[int], keep: int) 
 @pytest.mark.parametrize("cut", [40, 15])
 def test_whole_method(feeds: list[int], cut: int) -> None:
     ids = torch.randint(3, 97, (1, cut + 12), generator=torch.Generator().manual_seed(cut))
-    bound = bind(method("StreamingLLM"), Budget.parse(20), "matched", ARCH, t_ref=None, store_dtype=torch.float32)
+    bound = bind(
+        method("StreamingLLM"), Budget.parse(20), "matched", ARCH, t_ref=None, at="peak", store_dtype=torch.float32
+    )
     check(tiny("llama"), bound, ids, cut, feeds, sinks_and_newest)
 
 
@@ -94,7 +96,7 @@ def test_reindexed_positions_are_the_originals(feeds: list[int], beta: int) -> N
     arch = Arch(2, 4, 2, 16, 4096)
     made = method("StreamingLLM", scorer={"reindex": True}, beta=beta)
     assert made.label == "StreamingLLM (reindexed)" and method("StreamingLLM").label == "StreamingLLM"
-    bound = bind(made, Budget.parse(14), "matched", arch, t_ref=None, store_dtype=torch.float32)
+    bound = bind(made, Budget.parse(14), "matched", arch, t_ref=None, at="peak", store_dtype=torch.float32)
     assert bound.needs_rotary
     cap = bound.specs(cut, 6)[0].schedule.cap
     assert cap is not None and cap - beta >= 8  # room for all four sinks
@@ -102,7 +104,7 @@ def test_reindexed_positions_are_the_originals(feeds: list[int], beta: int) -> N
 
     prefilled = prefill(model, ids[:, :cut])
     outs = []
-    for m in (bound, bind(method("StreamingLLM", beta=beta), Budget.parse(14), "matched", arch, t_ref=None)):
+    for m in (bound, bind(method("StreamingLLM", beta=beta), Budget.parse(14), "matched", arch, t_ref=None, at="peak")):
         cache = m.fork(prefilled, 6, rotary=[rotary(model, i) for i in range(2)], scaling=[0.25] * 2)
         ours, at = [], cut
         for n in feeds:

@@ -1,0 +1,77 @@
+"""At one budget and one moment every method holds the same bytes, or keeps everything, or says why it cannot."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moend.budget import Budget
+from moend.errors import Infeasible, UserError
+from moend.methods.spec import method, method_names
+from tests.bytes_table import PAGE, written
+from tests.moend.test_methods import ARCH, bound
+
+SHARE = 0.03  # of the budget that may stay unspent
+CHOOSING = [n for n in method_names() if not method(n).keeps_all or method(n).joint_bits]
+
+
+@pytest.mark.req(4)
+@settings(deadline=None, max_examples=400)
+@given(
+    st.sampled_from(CHOOSING),
+    st.sampled_from(["6%", "12%", "25%", "40%", "60%", "85%", 48, 64, 128, 300, "400KiB"]),
+    st.integers(40, 2000),
+    st.sampled_from([1, 2, 16, 64, 200, 1000]),
+    st.sampled_from(["prompt", "peak"]),
+)
+def test_nobody_leaves_more_than_a_little_unspent(name, budget, tokens, new, at):
+    b = bound(name, budget, t_ref=None, at=at)
+    total = b.budget.to_bytes(ARCH, tokens)
+    try:
+        after, peak = b.held(tokens, new)
+    except Infeasible as e:
+        assert Budget.parse(e.smallest).value > total
+        return
+    specs, held = b.specs(tokens, new), after if at == "prompt" else peak
+    if b.fits(tokens, new):
+        return
+    assert held <= total
+    stays = tokens + (new if at == "peak" and b.method.evicts else 0)
+    if all(min(s.heads or [s.tokens if s.schedule.cap is None else s.schedule.cap]) >= stays for s in specs):
+        return  # everything is kept
+    entry = ARCH.kv_heads * (4 * ARCH.head_dim + 8) * (2 if b.method.quantises else 1)  # with a new group's scales
+    assert total - held < max(SHARE * total, ARCH.layers * entry)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(CHOOSING), st.sampled_from([64, "20%"]), st.integers(200, 800), st.integers(1, 400))
+def test_between_evictions_nobody_holds_more_than_its_cap_and_beta(name, budget, tokens, new):
+    b = bound(name, budget, t_ref=None)
+    try:
+        specs = b.specs(tokens, new)
+    except Infeasible:
+        return
+    for s in specs:
+        assert (s.schedule.cap is None) == (not b.method.evicts or s.tokens > tokens)
+        assert s.schedule.cap is None or s.schedule.beta <= max(b._beta(s.schedule.cap), 1)
+
+
+def test_an_output_that_does_not_fit_makes_prompt_only_methods_infeasible():
+    with pytest.raises(Infeasible, match=r"its 400 new tokens stay, and budget_at=peak counts them; SnapKV\+decode"):
+        bound("SnapKV", 300, t_ref=None, at="peak").specs(1000, 400)
+    b = bound("SnapKV", 300, t_ref=None, at="peak", schedule="every")
+    assert b.method.label == "SnapKV+decode" and method("SnapKV").label == "SnapKV"
+    assert b.held(1000, 400)[1] <= ARCH.full_bytes(300)
+
+
+def test_the_papers_protocol_is_stated_after_the_prompt():
+    with pytest.raises(UserError, match="budget_at must be prompt"):
+        bound("1d", 300, "paper", at="peak")
+    with pytest.raises(UserError, match="unknown budget_at 'peek'"):
+        bound("1d", 300, at="peek")
+
+
+def test_the_table_of_bytes_is_as_the_page_says():
+    text = PAGE.read_text(encoding="utf-8")
+    assert written(text) == text, "python -m tests.bytes_table"
