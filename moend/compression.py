@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moend import calibration as calibrations
-from moend.budget import Budget
+from moend.budget import Arch, Budget
 from moend.cache import CompressedCache, Prefilled, attention_of, cache_argument, prefill
 from moend.cache.prefill import LEFT_ONLY
 from moend.calibration import Artefact
@@ -37,6 +38,7 @@ def compress(
     *,
     plan: RoutingPlan | None = None,
     calibration: Mapping[str, Artefact] | str | Path | None = None,
+    calibrate: bool | str = False,
     max_new_tokens: int | None = None,
     protocol: Protocol = "matched",
     store_dtype: torch.dtype | None = None,
@@ -62,6 +64,8 @@ def compress(
         budget: tokens per layer at 16 bit (512), a share of each prompt's cache ("10%") or bytes ("64MiB").
         plan: a routing plan to follow instead of solving one.
         calibration: artefacts by kind, or a folder of them as `pipelines.calibrate` leaves it.
+        calibrate: True measures what is missing now, with `tokenizer` and default settings, and shows its progress; a
+            folder's path also saves it there and reads it from there the next time.
         max_new_tokens: the most tokens that will be generated. None means unknown: methods that evict while decoding
             then hold their caps up to the model's last position.
         protocol: "matched" (the same resident bytes for every method) or "paper" (MoE-nD's exchange rates).
@@ -78,19 +82,25 @@ def compress(
     if store_dtype is None:
         store_dtype = model.dtype if model.dtype.itemsize == 2 else torch.bfloat16
     shape = shape_of(model)
+    kinds = [k for k in chosen.calibrations if plan is None or not calibrations.kind(k).makes_plans]  # a plan replaces
+    folder = Path(calibrate) if isinstance(calibrate, str) else None
+    if folder is not None and calibration is None and folder.is_dir():
+        calibration = folder
+    artefacts = _artefacts(calibration)
+    if calibrate and (missing := [k for k in kinds if k not in artefacts]):
+        artefacts |= _measured(model, shape.arch, tokenizer, chosen, missing, artefacts, folder)
     bound = bind(
         chosen,
         Budget.parse(budget),
         protocol,
         shape.arch,
         t_ref=t_ref if isinstance(t_ref := chosen.make_allocator().t_ref, int) else None,
-        artefacts=_artefacts(calibration),
+        artefacts=artefacts,
         store_dtype=store_dtype,
         given=plan,
     )
-    for kind in chosen.calibrations:
-        if plan is None or not calibrations.kind(kind).makes_plans:  # a given plan replaces those
-            bound.artefact(kind)
+    for kind in kinds:
+        bound.artefact(kind)
     hook = _PromptHook(model, bound, max_new_tokens, seed, tokenizer, context, reconstruction)
     with attention_of(model), _whole_prompts(model):
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -242,6 +252,54 @@ def _whole_prompts(model: Any) -> Iterator[None]:
         del model._prefill
         if outer is not None:
             model._prefill = outer
+
+
+TEXT = "Solve the equation x^2 - 5x + 6 = 0. Think step by step and show all work."  # MoE-nD's prompt, as plain text
+
+
+def _measured(
+    model: Any,
+    arch: Arch,
+    tokenizer: Any,
+    method: Method,
+    missing: Sequence[str],
+    held: Mapping[str, Artefact],
+    folder: Path | None,
+) -> dict[str, Artefact]:
+    """Measure the missing kinds of calibration on this model, the scorer's own statistics first."""
+    from moend.models.load import LoadedModel, calibration_ids
+    from moend.models.spec import ModelSpec
+
+    if tokenizer is None:
+        raise UserError(f"{method.name} needs a calibration: calibrate=True measures it with tokenizer=")
+    name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+    spec = ModelSpec(name=type(model).__name__, id=type(model).__name__, calibration_text=TEXT)  # nothing is fetched
+    loaded = LoadedModel(model, tokenizer, spec, arch, "", model.dtype, model.device)
+    target = calibrations.Target(calibrations.Calibration(), method, spec)
+    replay = Replay(model, tokenizer, arch.max_positions)
+    scorer, made = method.make_scorer(), dict(held)
+    statistics = scorer.statistics if scorer is not None else None
+    for kind in sorted(missing, key=lambda k: k != statistics):
+        own = made[statistics].tensors if statistics in made and kind != statistics else None
+        prompt = torch.tensor([calibration_ids(loaded)], device=model.device)
+        bench = calibrations.Bench(loaded, prompt, own, replay.observe, _progress)
+        tensors, info = calibrations.kind(kind).measure(target, bench)
+        shape = {k: getattr(arch, k) for k in ("layers", "q_heads", "kv_heads", "head_dim", "max_positions")}
+        made[kind] = Artefact(kind, {"model": name, "arch": shape}, tensors, info)
+        if folder is not None:
+            made[kind].save(folder / kind)
+    return {kind: made[kind] for kind in missing}
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A line on standard error that counts what is measured."""
+
+    def step(done: int, total: int) -> None:
+        print(f"\r{what}: {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    yield step
+    print(file=sys.stderr)
 
 
 def _artefacts(given: Mapping[str, Artefact] | str | Path | None) -> dict[str, Artefact]:

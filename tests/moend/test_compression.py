@@ -239,3 +239,15 @@ def test_what_a_compressed_prompt_cannot_give_is_refused(loaded, example, how, t
 def test_assisted_decoding_is_refused(loaded, example):
     with pytest.raises((UserError, ValueError), match="crop"):
         tokens(loaded, torch.tensor([example.ids]), prompt_lookup_num_tokens=2)
+
+
+def test_a_missing_calibration_is_measured_at_once_and_found_again(loaded, example, tmp_path, capsys):
+    ids, folder = torch.tensor([example.ids]), str(tmp_path / "made")
+    with pytest.raises(UserError, match="tokenizer="), moend.compress(loaded.model, "2d_hetero", "25%", calibrate=True):
+        pass
+    outs = []
+    for how in (True, folder, folder):
+        with moend.compress(loaded.model, "2d_hetero", "25%", calibrate=how, tokenizer=loaded.tokenizer):
+            outs.append(loaded.model.generate(ids, max_new_tokens=6, **GREEDY))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
+    assert {p.name for p in (tmp_path / "made").iterdir()} == {"sensitivity", "queries"}
