@@ -6,13 +6,14 @@ columns come from one capture of queries, keys and values.
 
 Conventions of the measurement: kept tokens are max(1, round(keep * T)); every query sees its own token even where
 eviction drops it; over all captured tokens, K is quantised per channel in groups of 64 (one group for a short prompt)
-and V per token; no sinks, no recent window, no full-precision window.
+and V per token; no protected first tokens, no recent window, no full-precision window. What the layer's attention asks
+holds for both outputs: its window or chunk, its soft cap and its attention sinks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -212,7 +213,7 @@ def sensitivity(
             rot = None if rotary is None else rotary[i]
             stats = None if statistics is None else {name: t[i] for name, t in statistics.items()}
             ranks = [scorer_ranks(scorer, layer, i, scale, rot, stats)]
-        rows.append(_layer(layer, projection, scale, ranks, grid))
+        rows.append(_layer(layer, projection, _rule(layer, scale), ranks, grid))
     errors = torch.stack(rows, dim=1).cpu()  # (S, L, columns)
     mean = errors.mean(0)
     return Sensitivity(
@@ -253,20 +254,26 @@ def scorer_ranks(
         scaling=scaling,
         rotary=rotary,
         statistics=statistics,
-        observed=_observed(scorer, layer, scaling),
+        observed=_observed(scorer, layer, _rule(layer, scaling)),
+        rule=layer.rule,
     )
     order = scorer(view).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
 
 
-def _observed(scorer: Scorer, layer: LayerCapture, scaling: float) -> dict[str, Tensor]:
+def _rule(layer: LayerCapture, scaling: float) -> AttentionRule:
+    """What the layer's attention asks: as captured, or scaled products alone where no model was run."""
+    return AttentionRule(scaling) if layer.rule is None else replace(layer.rule, scaling=scaling)
+
+
+def _observed(scorer: Scorer, layer: LayerCapture, rule: AttentionRule) -> dict[str, Tensor]:
     """What the scorer observes, from a capture that holds the queries of all tokens."""
     if odd := set(scorer.observes) - {"accumulated"}:
         raise UserError(f"scorer {scorer.name} cannot rank tokens here: {', '.join(sorted(odd))} is not measured")
     if "accumulated" not in scorer.observes:
         return {}
     assert layer.queries is not None
-    return {"accumulated": accumulated_attention(layer.queries, layer.keys, None, AttentionRule(scaling))[0]}
+    return {"accumulated": accumulated_attention(layer.queries, layer.keys, None, rule)[0]}
 
 
 class _Grid:
@@ -285,7 +292,7 @@ class _Grid:
         ]
 
 
-def _layer(layer: LayerCapture, projection: nn.Linear, scaling: float, ranks: list[Tensor], grid: _Grid) -> Tensor:
+def _layer(layer: LayerCapture, projection: nn.Linear, rule: AttentionRule, ranks: list[Tensor], grid: _Grid) -> Tensor:
     """(S, columns) float32: one layer's errors for each ranking (H or 1, T)."""
     assert layer.queries is not None
     keys, values, queries = layer.keys[0].float(), layer.values[0].float(), layer.queries[0].float()
@@ -295,7 +302,8 @@ def _layer(layer: LayerCapture, projection: nn.Linear, scaling: float, ranks: li
     bias = 0.0 if projection.bias is None else projection.bias.float()
     k = torch.stack([fake_quant_k(keys, bits, GROUP) for bits in grid.k_bits])  # (K, H, T, d)
     v = torch.stack([fake_quant_v(values, bits) for bits in grid.v_bits], dim=1)  # (H, V, T, d)
-    queries = queries.unflatten(0, (heads, groups)) * scaling
+    queries = queries.unflatten(0, (heads, groups)) * rule.scaling
+    sinks = None if rule.sinks is None else rule.sinks.float().view(heads, groups, 1, 1)
     # Projecting the values first is cheaper while there are fewer of them than dimensions in a head; it costs
     # T * hidden per query, head and V width, against T * d + d * hidden.
     early = length <= dim
@@ -310,10 +318,16 @@ def _layer(layer: LayerCapture, projection: nn.Linear, scaling: float, ranks: li
     step = max(1, BLOCK // (variants * heads * groups * length))
     for start in range(0, length, step):
         me = at[start : start + step, None]
-        # A query sees the kept tokens before it, and itself.
+        # A query sees the kept tokens before it, as far as its window or chunk reaches, and itself.
         sees = (kept[:, None, :, None, None, :] & (at < me)) | (at == me)  # (S * N, 1, H or 1, 1, q, T)
-        logits = queries[:, :, start : start + step] @ k[:, :, None].transpose(-1, -2)  # (K, H, G, q, T)
-        weights = torch.where(sees, logits, -torch.inf).softmax(-1).flatten(0, 1)  # (S * N * K, H, G, q, T)
+        if rule.reach is not None:
+            sees &= ~rule.unseen(me[:, 0], at)
+        logits = rule.cap(queries[:, :, start : start + step] @ k[:, :, None].transpose(-1, -2))  # (K, H, G, q, T)
+        logits = torch.where(sees, logits, -torch.inf)
+        weights = logits.softmax(-1)
+        if sinks is not None:
+            weights *= torch.sigmoid(logits.logsumexp(-1, keepdim=True) - sinks)
+        weights = weights.flatten(0, 1)  # (S * N * K, H, G, q, T)
         if early:
             out = weights.permute(0, 3, 1, 2, 4).flatten(2) @ v  # (S * N * K, q, V * hidden)
             out = out.unflatten(-1, (len(grid.v_bits), -1))

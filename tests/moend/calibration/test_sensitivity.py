@@ -28,6 +28,7 @@ from moend.calibration.sensitivity import (
     table,
 )
 from moend.errors import UserError
+from moend.hf.attention import AttentionRule, accumulated_attention
 from moend.scoring import scorer
 from tests.tiny import ARCHITECTURES, tiny
 
@@ -47,7 +48,11 @@ def projections(layers=2, width=64, hidden=48, bias=False, seed=1) -> list[nn.Li
     return [nn.Linear(width, hidden, bias=bias) for _ in range(layers)]
 
 
-def naive(prefilled, projection, scaling, layer, config, ranks):
+NOTHING_ELSE = AttentionRule(1.0)
+CONFIGS = [Config(0.1, 16, 16), Config(0.5, 8, 4), Config(1.0, 4, 16), Config(0.9, 2, 2), Config(1.0, 16, 8)]
+
+
+def naive(prefilled, projection, scaling, layer, config, ranks, rule=NOTHING_ELSE):
     """One entry of the table, one query and one head at a time. ranks: (H or 1, T)."""
     x = prefilled.layers[layer]
     q, k, v = x.queries[0].double(), x.keys[0], x.values[0]
@@ -61,7 +66,13 @@ def naive(prefilled, projection, scaling, layer, config, ranks):
                 kv = head // groups
                 rank = ranks[kv if len(ranks) > 1 else 0]
                 seen = [j for j in range(t + 1) if j == t or not keeps or rank[j] < n]
-                w = (k[kv, seen].double() @ q[head, t] * scaling).softmax(0)
+                seen = [j for j in seen if rule.window is None or t - j < rule.window]
+                seen = [j for j in seen if rule.chunk is None or j // rule.chunk == t // rule.chunk]
+                logits = k[kv, seen].double() @ q[head, t] * scaling
+                if rule.softcap is not None:
+                    logits = (logits / rule.softcap).tanh() * rule.softcap
+                sink = 0.0 if rule.sinks is None else rule.sinks[head].double().exp()
+                w = logits.exp() / (logits.exp().sum() + sink)
                 out[t, head] = w @ v[kv, seen].double()
         return out.flatten(1) @ projection.weight.double().T + (
             0 if projection.bias is None else projection.bias.double()
@@ -77,14 +88,47 @@ def naive(prefilled, projection, scaling, layer, config, ranks):
 def test_every_entry_equals_the_naive_reference(length, bias, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 5000)  # several blocks of queries
     filled, out = capture(length), projections(bias=bias)
-    configs = [Config(0.1, 16, 16), Config(0.5, 8, 4), Config(1.0, 4, 16), Config(0.9, 2, 2), Config(1.0, 16, 8)]
-    found = sensitivity(filled, out, 0.3, configs, eviction="random", seeds=(5, 6))
+    found = sensitivity(filled, out, 0.3, CONFIGS, eviction="random", seeds=(5, 6))
     for i, seed in enumerate((5, 6)):
         for layer in range(2):
-            for c, config in enumerate(configs):
+            for c, config in enumerate(CONFIGS):
                 expected = naive(filled, out[layer], 0.3, layer, config, random_ranks(length, seed)[None].tolist())
                 assert float(found.per_seed[i, layer, c]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(found.table, found.per_seed.mean(0))
+
+
+@pytest.mark.parametrize("length", [11, 40])
+@pytest.mark.parametrize("odd", [{"window": 5}, {"chunk": 8}, {"softcap": 0.7}, {"sinks": torch.arange(4) * 0.4 - 0.5}])
+def test_windows_chunks_soft_caps_and_sinks_count(odd, length, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 5000)
+    filled, out, rule = capture(length), projections(), AttentionRule(0.3, **odd)
+    plain = sensitivity(filled, out, 0.3, CONFIGS, eviction="random", seeds=(5,)).table
+    for layer in filled.layers:
+        layer.rule = rule
+    found = sensitivity(filled, out, 0.3, CONFIGS, eviction="random", seeds=(5,)).table
+    assert not torch.allclose(found, plain, rtol=1e-2)
+    for layer in range(2):
+        for c, config in enumerate(CONFIGS):
+            expected = naive(filled, out[layer], 0.3, layer, config, random_ranks(length, 5)[None].tolist(), rule)
+            assert float(found[layer, c]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_model_s_rules_reach_the_table_and_what_is_observed():
+    model, ids = tiny("mistral", sliding_window=9), torch.randint(3, 97, (1, 30))
+    h2o = scorer("h2o")
+    found = measure(model, ids, [Config(0.5, 16, 16)], scorer=h2o).table
+    filled = module.prefill(model, ids, last_queries=30)
+    for i, block in enumerate(module.attention_blocks(model)):
+        layer = filled.layers[i]
+        assert layer.rule is not None and layer.rule.window == 9
+        ranks = module.scorer_ranks(h2o, layer, i, block.scaling, None, None)
+        received = accumulated_attention(layer.queries, layer.keys, None, layer.rule)[0]
+        best = received.argsort(dim=-1, descending=True, stable=True)[:, :15].sort(-1).values
+        assert torch.equal((ranks < 15).nonzero()[:, 1].view(2, 15), best)
+        expected = naive(
+            filled, block.o_proj, block.scaling, i, Config(0.5, 16, 16), ranks.tolist(), AttentionRule(1.0, 9)
+        )
+        assert float(found[i, 0]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_scorer_ranks_per_head():
