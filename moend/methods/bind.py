@@ -247,14 +247,14 @@ class BoundMethod:
                 stored = storage.whole if planned >= tokens and s.cap is None else storage
                 now = replace(stored, positions="none") if n >= tokens else stored
                 after += int(layer_bytes(n, now, heads, self.arch.head_dim))
-                most = n + new
-                if s.cap is not None and s.overshoot == "paper":
-                    most = min(most, max(s.cap, n) + s.beta)
-                elif s.cap is not None:
-                    most = min(most, s.cap)
-                grown = peak_layer_bytes(most, most - n, stored, heads, self.arch.head_dim)
-                if s.cap is not None and s.overshoot == "counted" and n + new > s.cap:
-                    grown = max(grown, peak_layer_bytes(s.cap, s.reserve, stored, heads, self.arch.head_dim))
+                dim = self.arch.head_dim
+                if s.cap is None:
+                    grown = peak_layer_bytes(n + new, new, stored, heads, dim)
+                elif s.overshoot == "counted":
+                    grown = peak_layer_bytes(s.cap, s.reserve, stored, heads, dim, start=n, new=new)
+                else:
+                    most = min(n + new, max(s.cap, n) + s.beta)
+                    grown = peak_layer_bytes(most, most - n, stored, heads, dim, start=n, new=most - n)
                 peak += max(grown, int(layer_bytes(n, now, heads, self.arch.head_dim)))
         return after, peak
 
