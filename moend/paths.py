@@ -1,4 +1,4 @@
-"""Where the configurations and the sweeps lie: at the top of a checkout, inside this package in a wheel."""
+"""Where packaged files lie: configurations and sweeps, which a wheel holds inside this package, and calibrations."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def folder(name: str, *parts: str) -> Path:
     if not found.is_dir():
         raise RuntimeError(f"this installation lacks the folder {name}: neither {inside} nor {found} is there")
     return found.joinpath(*parts)
+
+
+def calibration(key: str) -> Path | None:
+    """The folder of the calibration with this key that comes with the package, or None."""
+    found = PACKAGE / "calibrations" / key
+    return found if (found / "artefact.json").is_file() else None

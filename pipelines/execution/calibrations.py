@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moend import paths
 from pipelines.cli import terminal
 from pipelines.planning.facts import Facts
 from pipelines.planning.needs import CalibrationNeed, target
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def calibrate(
     config: RunConfig, facts: Facts, need: CalibrationNeed, folder: Path, load: Callable[[], LoadedModel]
 ) -> Artefact:
-    """Load the artefact in `folder`, verified against the identity it must have, or compute and save it there."""
+    """The artefact a cell needs, verified against its identity: of the store, of the package, or measured now.
+
+    folder: where it lies in the store afterwards. load: loads the model, where it must be measured.
+    """
     import torch
 
     from moend.calibration import Artefact, Bench, kind
@@ -29,6 +33,10 @@ def calibrate(
 
     if (folder / "artefact.json").exists():
         return Artefact.load(folder, need.identity, need.kind)
+    if (packaged := paths.calibration(need.key)) is not None:
+        artefact = Artefact.load(packaged, need.identity, need.kind)
+        artefact.save(folder)
+        return artefact
     begin, asked, loaded = time.perf_counter(), target(config), load()
     scorer = asked.method.make_scorer()
     statistics = None

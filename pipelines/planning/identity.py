@@ -79,4 +79,4 @@ def group_payload(payload: dict[str, Any]) -> dict[str, Any]:
     """What cells must have in common to share one prefill per example: all but the method and its budget."""
     apart = ("method", "budget", "budget_protocol", "budget_at", "calibrations")
     shared = {k: v for k, v in payload.items() if k not in apart}
-    return {**shared, "facts": {k: v for k, v in payload["facts"].items() if k != "method"}}
+    return {**shared, "facts": {k: v for k, v in payload["facts"].items() if k not in ("method", "scorer")}}

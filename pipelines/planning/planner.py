@@ -242,10 +242,12 @@ def show(plan: Plan, console: Console, *, every_cell: bool) -> None:
         say(console, f"  a run fetches first: {line}")
     if plan.waiting:
         needs = {n.key: n for group in plan.waiting for c in group for n in c.facts.calibrations}.values()
-        new = [f"{n.kind} {n.key}" for n in needs if not (plan.store.calibration(n.key) / "artefact.json").exists()]
+        absent = [n for n in needs if not (plan.store.calibration(n.key) / "artefact.json").exists()]
+        new = [f"{n.kind} {n.key}" for n in absent if paths.calibration(n.key) is None]
+        packaged = f" ({len(absent) - len(new)} come with the package)" if len(absent) > len(new) else ""
         blocked = ", blocked cells included" if plan.count("blocked") else ""
         say(console, f"  prefills: {plan.prefills:,} planned, {plan.prefills_saved:,} saved by sharing{blocked}")
-        say(console, f"  calibrations to compute: {', '.join(new) or 'none'}")
+        say(console, f"  calibrations to compute: {', '.join(new) or 'none'}{packaged}")
         say(console, f"  caches in memory at once: about {size(plan.cache_bytes())}")
         say(console, f"  time: {estimate(plan)}")
     if every_cell:

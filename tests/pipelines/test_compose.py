@@ -162,7 +162,7 @@ def test_the_command_line_goes_through_the_same(monkeypatch: pytest.MonkeyPatch)
     calls = []
     real = points.by_hydra
     monkeypatch.setattr(points, "by_hydra", lambda *a: calls.append(a) or real(*a))
-    assert len(compose_points(["+sweep=quickstart", "-m"])) == 56
+    assert len(compose_points(["+sweep=demo", "-m"])) == 56
     assert not calls
     assert [p.config["budget"] for p in compose_points(["seed=1,2", "budget='${seed}'", "-m"])] == [1, 2]
     assert len(calls) == 2

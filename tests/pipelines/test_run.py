@@ -73,19 +73,30 @@ def test_a_sweep_is_deduplicated_shared_and_never_run_twice(runs: Runs) -> None:
 
 
 def test_the_plan_is_printed_and_dry_run_writes_nothing(runs: Runs) -> None:
-    assert runs("+sweep=quickstart", "dry_run=true", "-m") == 0
+    assert runs("+sweep=demo", "dry_run=true", "-m") == 0
     assert "39 cells: 39 run (17 more points" in runs.out
     assert "prefills: 18 planned, 216 saved by sharing" in runs.out
     assert not runs.store.exists()
 
 
-def test_quickstart_is_what_the_design_says() -> None:
-    points = sweep_points("quickstart")
+def test_demo_is_what_the_design_says() -> None:
+    points = sweep_points("demo")
     assert {p.choices["benchmark"] for p in points} == {"niah", "continuation"}
     papers = {"full", "1d", "2d_uniform", "2d", "2d_hetero", "SnapKV"}
     assert {p.choices["method"] for p in points} == papers | {"ripple_2d_head"}
     assert {p.config["budget"] for p in points} == {"10%", "25%"}
     assert {p.config["question_visible"] for p in points} == {True, False}
+
+
+def test_quickstart_s_calibrations_come_with_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A change of what calibrations depend on fails here: make them again (docs/adding.md) and commit them."""
+    from pipelines import run
+
+    assert run.main(["+sweep=quickstart", "dry_run=true", f"paths.store={tmp_path}"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4 cells: 4 run" in out
+    assert "prefills: 10 planned, 30 saved by sharing" in out  # full has no scorer, and shares its prefill all the same
+    assert "calibrations to compute: none" in out and "come with the package)" in out
 
 
 @pytest.mark.req(15)
