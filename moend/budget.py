@@ -41,28 +41,22 @@ class Arch:
 class Storage:
     """How one layer's entries are held.
 
-    k_bits, v_bits: 16, 8, 4 or 2. K is quantised per channel in groups of `group` tokens, V per token in groups of
-    `v_group(head_dim)` channels. The newest `window` tokens stay at 16 bit when a layer is compressed; while decoding
-    the 16-bit tail grows to window + group - 1 before its oldest `group` tokens are packed. A 16-bit side has no
-    window: all of it is held as it is.
-    positions: "none" where nothing was evicted, "shared" one int32 per token, "per_head" one per token and KV head.
-    accumulated attention: also one float32 per token and KV head, the attention it received, for scorers that go on
-    summing it.
-    queries: also so many 16-bit query vectors per KV head, the last ones of its group, for scorers that go by them
-    while decoding. channels: most channels that share one V scale.
-    scales: K scales per KV head of a quantised layer that evicts while decoding (`evicting`); 0: one per group, for a
-    layer that does not. Groups then have unequal lengths: one int32 each says how many entries are left of it, and a
-    byte per channel how often the oldest group's range grew.
+    The newest `window` entries stay at 16 bit when a layer is compressed: the residual window. While decoding it grows
+    to window + group - 1 entries; the next token packs its oldest `group`. A side (K or V) at 16 bit has no window, as
+    all its entries are held as they are. Per KV head, `moend.cache` also holds 2 float16 per K scale and V scale: step
+    and zero point.
     """
 
-    k_bits: int = 16
-    v_bits: int = 16
-    group: int = 64
-    window: int = 64
-    positions: Literal["none", "shared", "per_head"] = "none"
-    accumulated: bool = False
-    queries: int = 0
-    channels: int = 64
+    k_bits: int = 16  # bits of a number of K: 16, 8, 4 or 2
+    v_bits: int = 16  # bits of a number of V: 16, 8, 4 or 2
+    group: int = 64  # tokens that share the K scale of a channel
+    window: int = 64  # tokens of the residual window just after compression
+    positions: Literal["none", "shared", "per_head"] = "none"  # int32: none stored, one per token, or one per KV head
+    accumulated: bool = False  # whether each entry has its accumulated attention beside it, a float32
+    queries: int = 0  # 16-bit query vectors held per KV head, the last ones of its group, for scorers that ask
+    channels: int = 64  # most channels that share the V scale of a token (`v_group`)
+    # K scales per KV head of a quantised layer that evicts while decoding (`evicting`); 0: one per group. Such a layer
+    # also holds an int32 per scale, the entries left in its group, and a uint8 per channel, the archive's growth.
     scales: int = 0
 
     def __post_init__(self) -> None:
@@ -99,16 +93,18 @@ def v_group(head_dim: int, channels: int = 64) -> int:
     return next(g for g in range(min(channels, head_dim), 0, -1) if head_dim % g == 0)
 
 
-def layer_bytes(n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, tail: int | Ints | None = None) -> Ints:
-    """Bytes one layer holds for n entries per KV head, of which the newest `tail` are at 16 bit.
+def layer_bytes(
+    n: int | Ints, storage: Storage, kv_heads: int, head_dim: int, window_len: int | Ints | None = None
+) -> Ints:
+    """Bytes one layer holds for n entries per KV head, of which the newest `window_len` are at 16 bit.
 
-    tail defaults to min(n, window), its length just after compression. All arguments in n and tail broadcast.
+    window_len: length of the residual window; None: min(n, window), as just after compression. It broadcasts with n.
     """
     n = np.asarray(n, dtype=np.int64)
     if not storage.quantised:
         t = n
     else:
-        t = np.minimum(n, storage.window) if tail is None else np.asarray(tail, dtype=np.int64)
+        t = np.minimum(n, storage.window) if window_len is None else np.asarray(window_len, dtype=np.int64)
     m = n - t
     if storage.k_bits < 16:
         scales = storage.scales or -(-m // storage.group)
@@ -143,8 +139,8 @@ def peak_layer_bytes(
     """
     start = cap - reserve if start is None else start
     until = cap - start if new is None and not storage.scales else new
-    n, tail = _course(start, cap, reserve, storage.window, storage.group, until, storage.scales > 0)
-    return int(layer_bytes(n, storage, kv_heads, head_dim, tail=tail).max())
+    n, window_len = _course(start, cap, reserve, storage.window, storage.group, until, storage.scales > 0)
+    return int(layer_bytes(n, storage, kv_heads, head_dim, window_len=window_len).max())
 
 
 @functools.lru_cache(maxsize=65536)
@@ -164,13 +160,13 @@ def _course(
     if free or new <= grows:
         grown = min(start, window) + at
         return n, grown - np.maximum(grown - window, 0) // group * group
-    tail, t = [], min(start, window)
+    lengths, t = [], min(start, window)
     for i, entries in enumerate(n.tolist()):
         if i:
             t = min(t, entries - 1) + 1
             t -= group if t >= window + group else 0
-        tail.append(t)
-    return n, np.array(tail)
+        lengths.append(t)
+    return n, np.array(lengths)
 
 
 def eq1_bytes(n: int | float, kv_heads: int, head_dim: int, k_bits: int, v_bits: int) -> int:

@@ -164,7 +164,7 @@ class _PromptHook:
         if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
             raise UserError(LEFT_ONLY)
         compressed = self.compressed(ids, mask)
-        seen = torch.tensor([[parts[0].seen] for parts in compressed.layers[0].parts], device=ids.device)
+        seen = torch.tensor([[parts[0].tokens_seen] for parts in compressed.layers[0].parts], device=ids.device)
         kwargs.pop("past_key_values", None)
         kwargs.pop("cache_position", None)
         own = {"input_ids": ids[:, -1:], "position_ids": seen, "use_cache": True, self.cache_name: compressed}
@@ -223,7 +223,7 @@ def _next_turn(cache: CompressedCache, ids: Tensor | None, mask: Tensor | None) 
     """UserError where several tokens follow a left-padded prompt: the model could not tell where they stand."""
     if ids is None or ids.shape[1] == 1:
         return
-    seen = {parts[0].seen for parts in cache.layers[0].parts}
+    seen = {parts[0].tokens_seen for parts in cache.layers[0].parts}
     if len(seen) > 1 or (mask is not None and mask.ndim == 2 and not bool(mask.all())):
         raise UserError("a second turn after left padding is not supported: continue each sequence on its own")
 

@@ -126,7 +126,7 @@ class Decoder:
         if gold:
             judged = cache.fork() if limit else cache
             self._judge(judged, batch, logits, gold, count=not limit)
-            most = max(most, judged.allocated_bytes() + (cache.tail_bytes() if limit else 0))
+            most = max(most, judged.allocated_bytes() + (cache.unshared_bytes() if limit else 0))
             del judged
         live = list(range(len(batch)))
         for step in range(limit):

@@ -285,7 +285,7 @@ def diagnose(
         kept.append(row.positions.long())
         selector = Selector(scorer.scorer, layer, 0, 0, scaling[layer], 0)
         scores = prefilled.scores(selector, ("base", repr(scorer.scorer)), 0)
-        base.append(selector.best(scores, torch.arange(scores.shape[-1], device=scores.device), row.seen, row.n))
+        base.append(selector.best(scores, torch.arange(scores.shape[-1], device=scores.device), row.tokens_seen, row.n))
     return scorer.diagnostics(prefilled.observed[scorer.routing][0][0], kept, base)
 
 

@@ -711,7 +711,7 @@ def packed(ours: Ours, rendered: Any, bits: int, window: int | None) -> dict[str
     for row in caches[1]:
         # what is at 16 bit is counted as it is by default stored, two bytes
         codes += sum(p.codes.nbytes for p in [*row.k_packed, *([row.v_packed] if row.v_packed else [])])
-        codes += 2 * (row.k_tail.numel() + row.v_tail.numel())
+        codes += 2 * (row.k_window.numel() + row.v_window.numel())
     scales = sum(t.nbytes for row in caches[1] for p in [*row.k_packed, row.v_packed] if p for t in p.tensors()[1:])
     return {
         **errors,

@@ -8,7 +8,7 @@
 Steps of the embedded model (one sequence, one new token) on caches of `length` entries. The entries are random numbers:
 neither time nor bytes depend on them, and no prefill has to be waited for (perf.prefill measures that). All caches
 take turns, `rounds` times `steps` tokens each, and a ratio is formed within a round, so that a busy machine slows both
-sides; 33 steps or more take packing and growing banks in. Time is CPU time, or on a GPU the clock's once it has
+sides; 33 steps or more take packing and growing stores in. Time is CPU time, or on a GPU the clock's once it has
 finished. Ours hold 16-bit entries as runs do by default, in bfloat16, also where the model computes in float32; shares
 of bytes are of DynamicCache, which holds what the model computes in. "DynamicCache repeated" is SDPA with keys and
 values repeated for all heads, which torch computes faster on a CPU than the grouped queries of transformers' choice.

@@ -1,4 +1,4 @@
-"""The compressed cache: packing, rows, attention, prefill. The only place that knows transformers' caches."""
+"""The compressed cache: packing, layout while decoding, eviction, prefill."""
 
 from moend.cache.compressed import CompressedCache
 from moend.cache.layer_kv import LayerKV, Reindex, Schedule, ragged

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from moend.cache.decode.eviction import DecodingLayer
-from moend.cache.decode.layout import allocation
 from moend.cache.decode.ledger import Ints
+from moend.cache.decode.stores import allocation
 from moend.cache.layer_kv import LayerKV
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule, causal, causal_and_accumulated
@@ -83,7 +83,10 @@ Held = LayerKV | tuple[LayerKV, ...]
 
 
 class CompressedLayer(CacheLayer):
-    """One layer of a `CompressedCache`: rows at rest until the first token comes, side by side from then on."""
+    """One layer of a `CompressedCache`.
+
+    It holds a LayerKV per sequence at first. When the first token comes, it lays them out as a `DecodingLayer`.
+    """
 
     def __init__(self, held: Sequence[Held] | DecodingLayer, running: Running, turn: Turn | None = None):
         super().__init__(turn)
@@ -94,23 +97,23 @@ class CompressedLayer(CacheLayer):
         self.running = running
 
     @property
-    def strands(self) -> DecodingLayer:
-        """The rows side by side; they are laid out, and let go as rows, when this is first asked for."""
+    def decoding(self) -> DecodingLayer:
+        """The sequences laid out for decoding. The first access lays them out and lets go of their LayerKVs."""
         if not isinstance(self._held, DecodingLayer):
             self._held = DecodingLayer(self._held)
         return self._held
 
     @property
     def parts(self) -> list[tuple[LayerKV, ...]]:
-        """What every sequence holds, at rest: a row, or the rows of its heads."""
-        return self._held.rows() if isinstance(self._held, DecodingLayer) else self._held
+        """The LayerKVs of each sequence: one for all KV heads, or several if these hold different numbers."""
+        return self._held.at_rest() if isinstance(self._held, DecodingLayer) else self._held
 
     @property
-    def rows(self) -> list[LayerKV]:
-        """The same where all heads hold the same number of entries."""
+    def layer_kv(self) -> list[LayerKV]:
+        """The LayerKV of each sequence; ValueError if the KV heads of one hold different numbers of entries."""
         if any(len(x) > 1 for x in self.parts):
-            raise ValueError("heads hold different numbers of entries: ask for parts")
-        return [row for (row,) in self.parts]
+            raise ValueError("KV heads hold different numbers of entries: ask for parts")
+        return [kv for (kv,) in self.parts]
 
     @property
     def held(self) -> Ints:
@@ -121,7 +124,7 @@ class CompressedLayer(CacheLayer):
 
     @property
     def trace(self) -> Ints:
-        """(tokens of the last feed, sequences): bytes held after each token."""
+        """Bytes held after each token of the last feed, (tokens, sequences)."""
         return self._held.trace if isinstance(self._held, DecodingLayer) else self.held[None]
 
     @property
@@ -136,48 +139,48 @@ class CompressedLayer(CacheLayer):
         return [r.n for r in self._held[sequence] for _ in range(r.heads)]
 
     def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember q new tokens (B, H, q, d), which are taken in as the layer attends."""
+        """Remember q new tokens (B, H, q, d); `answer` takes them in."""
         self.running.check()
         self._new = keys, values
         return keys, values
 
     def answer(self, query: Tensor, rule: AttentionRule) -> Tensor:
-        """query (B, H_q, q, d) of the newest q tokens -> (B, H_q, q, d)."""
+        """Take in the newest q tokens and return their attention (B, H_q, q, d), from query (B, H_q, q, d)."""
         keys, values = self._new
         del self._new
-        return self.strands.attend(query, keys, values, rule)
+        return self.decoding.attend(query, keys, values, rule)
 
     def get_seq_length(self) -> int:
-        """Tokens seen, evicted ones included: the next query's true position."""
+        """Tokens so far, evicted ones included: the original position of the next query."""
         if isinstance(self._held, DecodingLayer):
             return self._held.longest
-        return max(row.seen for x in self._held for row in x)
+        return max(kv.tokens_seen for kvs in self._held for kv in kvs)
 
-    def picked(self, rows: Iterable[int], turn: Turn | None = None) -> CompressedLayer:
-        """An independent layer of these sequences, in this order, with repetition."""
+    def picked(self, sequences: Iterable[int], turn: Turn | None = None) -> CompressedLayer:
+        """An independent layer of these sequences, in this order; a sequence may be repeated."""
         held = self._held
-        rest = held.pick(list(rows)) if isinstance(held, DecodingLayer) else [held[i] for i in rows]
+        rest = held.pick(list(sequences)) if isinstance(held, DecodingLayer) else [held[i] for i in sequences]
         return CompressedLayer(rest, self.running, turn)
 
-    def pick(self, rows: Iterable[int]) -> None:
-        """Keep these sequences, in this order, with repetition: for beams and returned sequences."""
-        self._held = self.picked(rows)._held
+    def pick(self, sequences: Iterable[int]) -> None:
+        """Keep these sequences, in this order; a sequence may be repeated (beams, several answers)."""
+        self._held = self.picked(sequences)._held
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search."""
+        """Keep the sequences of the beams that go on."""
         self.pick(beam_idx.tolist())
 
     @property
     def sequences(self) -> int:
-        """How many."""
+        """How many sequences it holds."""
         return self._held.sequences if isinstance(self._held, DecodingLayer) else len(self._held)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Sequences that go on."""
+        """Keep the sequences at these indices (B,), or where this mask (B,) is True."""
         self.pick(torch.arange(self.sequences)[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times."""
+        """Repeat each sequence `repeats` times."""
         self.pick(i for i in range(self.sequences) for _ in range(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -194,19 +197,17 @@ class CompressedCache(Cache):
     """
 
     def __init__(self, layers: Sequence[Sequence[Held]], config: Any):
-        """layers: for each model layer, one LayerKV per sequence, or the rows of its heads where these differ in
-        length.
-        """
+        """layers: for each model layer and sequence, one LayerKV, or several if KV heads hold different numbers."""
         self.config, turn, running = config, Turn(), Running(config)
         super().__init__(layers=[CompressedLayer(held, running, turn) for held in layers])
 
     @property
-    def rows(self) -> list[list[LayerKV]]:
-        """Rows by layer, at rest."""
-        return [layer.rows for layer in self.layers]
+    def layer_kv(self) -> list[list[LayerKV]]:
+        """The LayerKV of each layer and sequence; ValueError if KV heads hold different numbers of entries."""
+        return [layer.layer_kv for layer in self.layers]
 
     def parts(self, sequence: int = 0) -> list[tuple[LayerKV, ...]]:
-        """By layer what one sequence holds: one row, or the rows of its heads."""
+        """The LayerKVs of one sequence, by layer."""
         return [layer.parts[sequence] for layer in self.layers]
 
     @classmethod
@@ -225,10 +226,10 @@ class CompressedCache(Cache):
             for layer in zip(*(c.layers for c in caches), strict=True)
         )
 
-    def take(self, rows: Sequence[int]) -> CompressedCache:
-        """An independent cache of these sequences; what is at rest is shared."""
+    def take(self, sequences: Sequence[int]) -> CompressedCache:
+        """An independent cache of these sequences. LayerKVs are shared, as they never change."""
         twin, turn = CompressedCache([], self.config), Turn()
-        twin.layers = [layer.picked(rows, turn) for layer in self.layers]
+        twin.layers = [layer.picked(sequences, turn) for layer in self.layers]
         return twin
 
     def fork(self) -> CompressedCache:
@@ -240,20 +241,20 @@ class CompressedCache(Cache):
         """Bytes of each sequence: codes, scales, zero points, 16-bit entries, positions; no padding."""
         return np.sum([layer.held for layer in self.layers], axis=0, dtype=np.int64)
 
-    def resident_bytes(self, row: int | None = None) -> int:
-        """Bytes of what is held for a sequence, or for all."""
-        return int(self.held.sum() if row is None else self.held[row])
+    def resident_bytes(self, sequence: int | None = None) -> int:
+        """Bytes held for a sequence, or for all of them (None)."""
+        return int(self.held.sum() if sequence is None else self.held[sequence])
 
     def allocated_bytes(self) -> int:
-        """Bytes of all tensors, with the padding and the spare room that a batch shares while it decodes.
+        """Bytes of all tensors, including the padding and spare room that sequences share while they decode.
 
-        At rest there is none. For its bounds see `moend.cache.decode.layout`.
+        Before the first token there is none. For the bounds see `moend.cache.decode.layout`.
         """
         return sum(layer.allocated for layer in self.layers)
 
-    def tail_bytes(self) -> int:
-        """The part of them that a fork does not share."""
-        return sum(layer.strands.tail_bytes for layer in self.layers)
+    def unshared_bytes(self) -> int:
+        """The bytes among them that a fork does not share."""
+        return sum(layer.decoding.unshared_bytes for layer in self.layers)
 
     @property
     def peaks(self) -> Ints:
@@ -261,20 +262,20 @@ class CompressedCache(Cache):
         peaks: Ints = np.sum([layer.trace for layer in self.layers], axis=0, dtype=np.int64).max(axis=0)
         return peaks
 
-    def peak_bytes(self, row: int) -> int:
+    def peak_bytes(self, sequence: int) -> int:
         """The most a sequence held after any token of the last feed."""
-        return int(self.peaks[row])
+        return int(self.peaks[sequence])
 
     @property
     def mean_bytes(self) -> npt.NDArray[np.float64]:
         """Bytes held by each sequence, averaged over the tokens fed."""
-        area = np.sum([layer.strands.area for layer in self.layers], axis=0, dtype=np.int64)
-        return area / max(self.layers[0].strands.clock, 1)
+        area = np.sum([layer.decoding.area for layer in self.layers], axis=0, dtype=np.int64)
+        return area / max(self.layers[0].decoding.clock, 1)
 
-    def counts(self, row: int = 0) -> list[list[int]]:
+    def counts(self, sequence: int = 0) -> list[list[int]]:
         """Entries of each KV head, by layer."""
-        return [layer.counts(row) for layer in self.layers]
+        return [layer.counts(sequence) for layer in self.layers]
 
-    def entries(self, row: int = 0) -> list[int]:
-        """Entries per KV head in each layer, rounded where heads differ."""
-        return [round(sum(c) / len(c)) for c in self.counts(row)]
+    def entries(self, sequence: int = 0) -> list[int]:
+        """Entries per KV head in each layer, averaged and rounded where KV heads differ."""
+        return [round(sum(c) / len(c)) for c in self.counts(sequence)]

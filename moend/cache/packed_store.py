@@ -1,6 +1,6 @@
-"""One side (K or V) of the older entries of several strands, stored alike and padded to one number of slots.
+"""One side (K or V) of the older entries of several KV heads, stored alike and padded to one number of slots.
 
-Attention reads it as it is (`entries`, for `moend.kernels`).
+Kernels read it as it is (`entries`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from torch import Tensor
 from moend.cache.packing import Packed
 from moend.kernels import Entries
 
-BEHIND = 2**24  # bytes that banks may leave behind as they grow before all that is free goes back to the system
+BEHIND = 2**24  # bytes that growing stores may free before malloc must give them back to the system
 
 
 class PackedStore:
-    """Slots (s, M) of `strands`, of bits, group (K: tokens per scale; V: channels), and `per` as in `Packed`.
+    """M slots for each of s KV heads, all of the same bits and group.
 
-    x: 16-bit entries (s, M, d) or codes (s, M, d * bits / 8); step, zero float16: K (s, M / group, d), V (s, M, d /
-    group). Unused slots are zero: whoever reads masks them. Attention reads the first `used` slots only (K: whole
-    groups). Twins share tensors until one of them is written to.
+    heads: which KV heads of the layer these are, s indices. bits: 16, 8, 4 or 2. dim: head dimension d.
+    per: "channel" (K) or "token" (V), as in `Packed`. group: tokens (K) or channels (V) that share a scale.
+    x: numbers (s, M, d), or codes (s, M, d * bits / 8) uint8.
+    step, zero float16: K (s, M / group, d), V (s, M, d / group); empty at 16 bit.
+    lengths (s,) int64: slots in use, the first of each KV head. used: the most of them.
+    scale_of (s, M / group) int32: which scale a block of `group` slots has. widened (s, d) uint8: see `LayerKV`. Both
+    are None unless the store has a fixed number of K `scales` per KV head (`moend.cache.decode.groups`); step and zero
+    then are (s, scales, d).
 
-    scales: K of rows that evict while decoding has so many scales per head (`moend.cache.decode.groups`): step, zero
-    (s, scales, d); scale_of (s, M / group) int32 says which of them a block of `group` slots has, and widened (s, d)
-    uint8 belongs to the archive.
+    Unused slots are zero, and readers mask them. Copies share tensors until one of them is written to.
     """
 
     def __init__(
         self,
-        strands: Sequence[int],
+        heads: Sequence[int],
         slots: int,
         bits: int,
         group: int,
@@ -50,45 +53,41 @@ class PackedStore:
         self.scale_of: Tensor | None = None
         self.widened: Tensor | None = None
         if scales:
-            self.scale_of = like.new_zeros(len(strands), slots // group, dtype=torch.int32)
-            self.widened = like.new_zeros(len(strands), dim, dtype=torch.uint8)
-        self.x = (
-            like.new_zeros(len(strands), slots, dim) if bits == 16 else _bytes(like, len(strands), slots, dim, bits)
-        )
+            self.scale_of = like.new_zeros(len(heads), slots // group, dtype=torch.int32)
+            self.widened = like.new_zeros(len(heads), dim, dtype=torch.uint8)
+        self.x = like.new_zeros(len(heads), slots, dim) if bits == 16 else _bytes(like, len(heads), slots, dim, bits)
         self.step = self.zero = like.new_zeros(0)
         if bits < 16:
             shape = (scales or slots // group, dim) if per == "channel" else (slots, dim // group)
-            self.step = like.new_zeros(len(strands), *shape, dtype=torch.float16)
+            self.step = like.new_zeros(len(heads), *shape, dtype=torch.float16)
             self.zero = torch.zeros_like(self.step)
-        self._place(list(strands))
+        self._place(list(heads))
 
     @classmethod
-    def of(
-        cls, strands: Sequence[int], piece: Packed | Tensor, bits: int, group: int, per: str, dim: int
-    ) -> PackedStore:
-        """A bank that consists of these entries (s, M, ...) and shares their memory until it is written to."""
-        bank = object.__new__(cls)
-        bank.bits, bank.group, bank.per, bank.dim, bank._shared = bits, group, per, dim, True
-        bank.scale_of = bank.widened = None
+    def of(cls, heads: Sequence[int], piece: Packed | Tensor, bits: int, group: int, per: str, dim: int) -> PackedStore:
+        """A store of these entries (s, M, ...), whose memory it shares until it is written to."""
+        store = object.__new__(cls)
+        store.bits, store.group, store.per, store.dim, store._shared = bits, group, per, dim, True
+        store.scale_of = store.widened = None
         if isinstance(piece, Packed):
-            bank.x, bank.step, bank.zero = piece.codes, piece.step, piece.zero
+            store.x, store.step, store.zero = piece.codes, piece.step, piece.zero
         else:
-            bank.x, bank.step, bank.zero = piece, piece.new_zeros(0), piece.new_zeros(0)
-        bank._place(list(strands))
-        return bank
+            store.x, store.step, store.zero = piece, piece.new_zeros(0), piece.new_zeros(0)
+        store._place(list(heads))
+        return store
 
-    def _place(self, strands: list[int]) -> None:
-        self.strands = strands
-        self.fill(torch.full((len(strands),), self.slots))
+    def _place(self, heads: list[int]) -> None:
+        self.heads = heads
+        self.fill(torch.full((len(heads),), self.slots))
 
     def fill(self, lengths: Tensor) -> None:
-        """How many slots each strand uses, int64 (s,); `used`: the most."""
+        """Set how many slots each KV head uses, int64 (s,)."""
         self.lengths, self.used = lengths, int(lengths.max())
-        self._known: Entries | None = None  # what there is as kernels read it, while that holds
+        self._known: Entries | None = None  # what `entries` returned, while it holds
 
     @property
     def slots(self) -> int:
-        """M."""
+        """Slots per KV head, M."""
         return self.x.shape[1]
 
     @property
@@ -97,17 +96,20 @@ class PackedStore:
         return sum(t.nbytes for t in (self.x, self.step, self.zero, self.scale_of, self.widened) if t is not None)
 
     def own(self) -> None:
-        """Stop sharing tensors with twins: this one is about to be written to."""
+        """Stop sharing tensors with copies: this store is about to be written to."""
         if self._shared:
             self.x, self.step, self.zero = self.x.clone(), self.step.clone(), self.zero.clone()
             if self.scale_of is not None and self.widened is not None:
                 self.scale_of, self.widened = self.scale_of.clone(), self.widened.clone()
             self._shared, self._known = False, None
 
-    def pick(self, local: Sequence[int], strands: Sequence[int], slots: int) -> PackedStore:
-        """These of its strands by their place here, which use `slots`, under new names; all share until one writes."""
+    def pick(self, local: Sequence[int], heads: Sequence[int], slots: int) -> PackedStore:
+        """A store of the KV heads at the indices `local` here, which use `slots`, as the KV heads `heads` of a layer.
+
+        It shares tensors with this one if it has the same KV heads in the same order.
+        """
         twin = copy.copy(self)
-        if list(local) == list(range(len(self.strands))):
+        if list(local) == list(range(len(self.heads))):
             self._shared = twin._shared = True
         else:
             index = torch.tensor(local, device=self.x.device)
@@ -118,11 +120,11 @@ class PackedStore:
                     twin.scale_of, twin.widened = self.scale_of[:, :scales][index], self.widened[index]
                     scales = self.step.shape[1]
                 twin.step, twin.zero = self.step[:, :scales][index], self.zero[:, :scales][index]
-        twin._place(list(strands))
+        twin._place(list(heads))
         return twin
 
     def reserve(self, slots: int) -> None:
-        """Make `slots` of them usable, with an eighth to spare so that growing is amortised."""
+        """Make room for `slots` slots, with an eighth to spare so that growing is amortised."""
         if slots <= self.slots:
             return
         unit = self.group if self.per == "channel" and self.bits < 16 else 1
@@ -140,10 +142,10 @@ class PackedStore:
             _give_back(before)
 
     def write(self, start: int, slot: int, piece: Packed | Tensor) -> None:
-        """Entries of neighbouring strands from `start` on, into the slots from `slot` on (K: whole groups)."""
+        """Write entries of the KV heads from `start` on to the slots from `slot` on (K: whole groups)."""
         codes = piece.codes if isinstance(piece, Packed) else piece
         if codes.data_ptr() == self.x.data_ptr() and codes.shape == self.x.shape:
-            return  # they lie there already (`of`)
+            return  # this store was made of them (`of`)
         self.own()
         rows = slice(start, start + codes.shape[0])
         self.x[rows, slot : slot + codes.shape[1]] = codes
@@ -153,17 +155,17 @@ class PackedStore:
             self.zero[rows, at : at + piece.zero.shape[1]] = piece.zero
 
     def per_slot(self) -> tuple[Tensor, ...]:
-        """Tensors with a row per slot."""
+        """The tensors whose second axis is the slot."""
         return (self.x, self.step, self.zero) if self.bits < 16 and self.per == "token" else (self.x,)
 
     def fill_in(self, start: int, taken: Tensor, flat: Sequence[Tensor]) -> None:
-        """Entries of neighbouring strands from `start` on, one strand after the other, into slots taken (h, slots)."""
+        """Write entries of the KV heads from `start` on, one KV head after the other, to the slots taken (h, slots)."""
         self.own()
         for there, entries in zip(self.per_slot(), flat, strict=False):
             there[start : start + len(taken), : taken.shape[1]][taken] = entries
 
     def numbers(self, rows: slice, slots: int) -> Tensor:
-        """The first slots of some strands as float32 (s, slots, d)."""
+        """The first slots of the KV heads `rows` as float32 (h, slots, d)."""
         x = self.x[rows, :slots]
         if self.bits == 16:
             return x.float()
@@ -176,7 +178,7 @@ class PackedStore:
         return Packed(x, self.step[rows], self.zero[rows], self.bits, self.group, self.per).scaled(of)
 
     def clear(self, start: int, count: int, begin: int, end: int) -> None:
-        """Zeros in the slots begin ... end of `count` neighbouring strands: V that is hidden must be finite."""
+        """Zero the slots begin ... end of the `count` KV heads from `start` on: hidden values must be finite."""
         rows = slice(start, start + count)
         self.x[rows, begin:end] = 0
         if self.bits < 16 and self.per == "token":
@@ -184,7 +186,7 @@ class PackedStore:
             self.zero[rows, begin:end] = 0
 
     def read(self, start: int, count: int, begin: int, end: int) -> Packed | Tensor:
-        """The slots begin ... end of `count` neighbouring strands, as copies."""
+        """Copies of the slots begin ... end of the `count` KV heads from `start` on."""
         rows = slice(start, start + count)
         codes = self.x[rows, begin:end].clone()
         if self.bits == 16:
@@ -197,20 +199,20 @@ class PackedStore:
     # Attention
 
     def entries(self) -> Entries:
-        """What kernels read; the same object until tensors are replaced or lengths change."""
+        """The store as kernels read it: the same object until tensors are replaced or lengths change."""
         if self._known is None:
             side = "k" if self.per == "channel" else "v"
-            rest = self.bits, self.group, self.strands, self.lengths
+            rest = self.bits, self.group, self.heads, self.lengths
             self._known = Entries(side, self.x, self.step, self.zero, *rest, scale_of=self.scale_of)
         return self._known
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts from: its tensors lie elsewhere."""
+        """The state that a copy starts from, without what names tensors of this object."""
         return self.__dict__ | {"_known": None}
 
 
-def _bytes(like: Tensor, strands: int, slots: int, dim: int, bits: int) -> Tensor:
-    return like.new_zeros(strands, slots, dim * bits // 8, dtype=torch.uint8)
+def _bytes(like: Tensor, heads: int, slots: int, dim: int, bits: int) -> Tensor:
+    return like.new_zeros(heads, slots, dim * bits // 8, dtype=torch.uint8)
 
 
 @functools.cache
@@ -225,7 +227,10 @@ _behind = 0
 
 
 def _give_back(size: int) -> None:
-    """`size` bytes were left behind: too small a place for the next bank that grows, and malloc would keep it."""
+    """Count `size` bytes that a growing store freed, and give freed memory back to the system once BEHIND is reached.
+
+    Growing stores never fit into the places they leave, and malloc would keep these.
+    """
     global _behind
     _behind += size
     if _behind >= BEHIND and (trim := _trim()) is not None:

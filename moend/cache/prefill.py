@@ -201,7 +201,7 @@ def compress(
             scores = prefilled.scores(choose, score_key, row)
             at = torch.arange(n, device=keys.device)
             chosen = [choose.best(s[None], at, n, k)[0] for s, k in zip(scores, spec.heads, strict=True)]
-            layers.append([ragged(keys, values, chosen, spec.storages or spec.storage, seen=n, dtype=dtype)])
+            layers.append([ragged(keys, values, chosen, spec.storages or spec.storage, tokens_seen=n, dtype=dtype)])
             continue
         positions: Tensor | None = None
         accumulated = prefilled.seen(index, row, ("accumulated",))["accumulated"] if spec.storage.accumulated else None
@@ -227,7 +227,7 @@ def compress(
                     values,
                     positions,
                     storage,
-                    seen=n,
+                    tokens_seen=n,
                     dtype=dtype,
                     schedule=schedule,
                     choose=chooser,
@@ -242,7 +242,7 @@ def compress(
 def _slide(reach: int, schedule: Schedule) -> Schedule:
     """How a layer whose queries see `reach` entries lets go of older ones: an eighth of them at a time."""
     spare = max(reach // 8, 8)
-    return replace(schedule, cap=reach + spare, reserve=spare, overshoot="counted")
+    return replace(schedule, cap=reach + spare, reserve=spare, kind="strict")
 
 
 def newest(layer: int) -> Selector:

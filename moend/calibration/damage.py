@@ -160,7 +160,7 @@ def _compressed(prefilled: Prefilled, selector: Selector, keep: int, storage: St
         scores = prefilled.scores(selector, "base", 0)
         kept = selector.best(scores if heads is None else scores[heads], at, len(at), keep)
         keys, values, at = gather(keys, values, at, kept)
-    row = LayerKV(keys, values, None, storage, seen=prefilled.length, dtype=keys.dtype)
+    row = LayerKV(keys, values, None, storage, tokens_seen=prefilled.length, dtype=keys.dtype)
     return Change(*row.dense(keys.dtype), at, heads)
 
 

@@ -230,8 +230,8 @@ class BoundMethod:
             elif not self.method.evicts:
                 specs.append(LayerSpec(cap, storage))
             else:
-                when: Literal["counted", "paper"] = "counted" if self._bounded else "paper"
-                schedule = Schedule(cap, self.reserve(cap, new), self._beta(cap), when)
+                kind: Literal["strict", "periodic"] = "strict" if self._bounded else "periodic"
+                schedule = Schedule(cap, self.reserve(cap, new), self._beta(cap), kind)
                 specs.append(LayerSpec(min(self._after(cap, new), tokens), storage, schedule))
         return specs
 
@@ -250,7 +250,7 @@ class BoundMethod:
                 dim = self.arch.head_dim
                 if s.cap is None:
                     grown = peak_layer_bytes(n + new, new, stored, heads, dim)
-                elif s.overshoot == "counted":
+                elif s.kind == "strict":
                     grown = peak_layer_bytes(s.cap, s.reserve, stored, heads, dim, start=n, new=new)
                 else:
                     most = min(n + new, max(s.cap, n) + s.beta)
@@ -272,8 +272,8 @@ class BoundMethod:
     def _growth(self, cap: int, tokens: int, new: int, storage: Storage) -> int:
         """The cap of a prompt so short that it reaches it by growing.
 
-        Its 16-bit tail is then at another point of its cycle than after an eviction and may be longer: the cap gives
-        way until the bytes are those that were planned.
+        Its residual window is then at another point of its cycle than after an eviction, and may be longer. The cap
+        gives way until the bytes are those that were planned.
         """
         heads, dim = self.arch.kv_heads, self.arch.head_dim
         reserve, top = self.reserve(cap, new), min(cap, tokens + new)

@@ -81,13 +81,13 @@ def test_more_entries_never_cost_less(n, k_bits, v_bits, group):
 
 def test_peak_is_the_largest_on_the_way():
     storage = Storage(8, 4, 32, 32, "shared")
-    # from 50 entries (18 packed, 32 tail) to 100: the tail packs 32 whenever it reaches 64
-    states, n, tail = [], 50, 32
+    # from 50 entries (18 packed, 32 in the residual window) to 100: the window packs 32 whenever it reaches 64
+    states, n, window_len = [], 50, 32
     for _ in range(51):
-        states.append(int(layer_bytes(n, storage, 2, 64, tail=tail)))
-        n, tail = n + 1, tail + 1
-        if tail == 64:
-            tail -= 32
+        states.append(int(layer_bytes(n, storage, 2, 64, window_len=window_len)))
+        n, window_len = n + 1, window_len + 1
+        if window_len == 64:
+            window_len -= 32
     assert peak_layer_bytes(100, 50, storage, 2, 64) == max(states)
 
 

@@ -67,7 +67,7 @@ def most_held(name: str, shape: str, budget: str) -> int | None:
     if b.method.evicts:
         for _ in range(NEW):
             for layer in cache.layers:
-                for _ in layer.strands.feed(*torch.zeros(2, 1, arch.kv_heads, 1, arch.head_dim)):
+                for _ in layer.decoding.feed(*torch.zeros(2, 1, arch.kv_heads, 1, arch.head_dim)):
                     pass
             most = max(most, cache.resident_bytes())
     return most

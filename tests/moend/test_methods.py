@@ -224,7 +224,7 @@ def test_held_bytes_never_pass_the_budget(name, budget, tokens, new, t_ref, shap
     assert cache.resident_bytes() <= limit
     for _ in range(new if at == "peak" else 0):
         for layer in cache.layers:
-            for _ in layer.strands.feed(*torch.randn(2, 1, heads, 1, dim)):
+            for _ in layer.decoding.feed(*torch.randn(2, 1, heads, 1, dim)):
                 pass
         assert cache.resident_bytes() <= limit
 
@@ -340,7 +340,7 @@ def test_scores_are_not_shared_between_calibrations():
         artefacts = {"queries": Artefact("queries", {"data": name}, tensors, {})}
         b = bind(method("1d"), Budget.parse(60), "matched", ARCH, t_ref=None, artefacts=artefacts)
         cache = b.fork(prefilled, 8, rotary=[Rotary(torch.rand(32), 1.0, 64)] * 6, scaling=[0.1] * 6)
-        kept.append(cache.rows[0][0].true_positions())
+        kept.append(cache.layer_kv[0][0].true_positions())
     assert not torch.equal(*kept)
 
 

@@ -9,18 +9,20 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from moend.cache.decode import groups
+from moend.cache.decode import groups, window
 from moend.cache.decode.attend import attention
-from moend.cache.decode.layout import Layout, Part, _first
+from moend.cache.decode.layout import Layout
 from moend.cache.decode.ledger import Ints
+from moend.cache.decode.part import Part
+from moend.cache.decode.stores import first_run
 from moend.cache.layer_kv import LayerKV, gather
 from moend.hf.attention import AttentionRule
 
-PIECE = 256  # tokens taken in at once: bounds the tail of rows that never pack
+PIECE = 256  # tokens taken in at once: bounds the residual window of sequences that never pack
 
 
 class DecodingLayer(Layout):
-    """Rows of one layer: for each sequence its LayerKV, or the rows of its heads where these hold different numbers."""
+    """Several sequences of one layer while they decode. See `Layout` for its attributes."""
 
     @property
     def held(self) -> Ints:
@@ -29,16 +31,20 @@ class DecodingLayer(Layout):
 
     @property
     def trace(self) -> Ints:
-        """(tokens of the last feed, sequences): bytes held after each token."""
+        """Bytes held after each token of the last feed, (tokens, sequences)."""
         return self.ledger.trace(self.clock)
 
     @property
     def area(self) -> Ints:
-        """The sum of the bytes held after each token, by sequence."""
+        """Bytes held after each token, summed over tokens, by sequence."""
         return self.ledger.area(self.clock)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """Take in q tokens, keys, values (B, H, q, d), and attend from query (B, H_q, q, d): (B, H_q, q, d)."""
+        """Take in q tokens per sequence and return their attention over all that is held, (B, H_q, q, d).
+
+        query (B, H_q, q, d), keys and values (B, H, q, d) are turned to their positions already. rule: the layer's
+        attention rule.
+        """
         if keys.shape != (self.sequences, self.heads, query.shape[2], self.dim) or query.shape[3] != self.dim:
             raise ValueError(f"{self.sequences} sequences of {self.heads} heads of {self.dim}, got {tuple(keys.shape)}")
         grouped = (query * rule.scaling).reshape(self.sequences * self.heads, -1, *query.shape[2:])
@@ -54,9 +60,9 @@ class DecodingLayer(Layout):
         return (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]).view(query.shape)
 
     def feed(self, keys: Tensor, values: Tensor) -> Iterator[int]:
-        """Append keys, values (B, H, q, d) piece by piece; yields the length of each piece while it is the newest.
+        """Append keys, values (B, H, q, d) in pieces, and yield the length of each piece once it is appended.
 
-        Within a piece nothing packs or evicts; both happen when the next piece is asked for.
+        Sequences pack and evict between pieces only: when the caller asks for the next one.
         """
         q, done = keys.shape[2], 0
         keys, values = keys.reshape(-1, q, self.dim), values.reshape(-1, q, self.dim)
@@ -70,11 +76,11 @@ class DecodingLayer(Layout):
                         self.evict(part, max(cap - max(reserve, 1), 1))
                 self.look_ahead()
             taken = min(q - done, self.due_at - self.clock, PIECE)
-            if self.cursor + taken > self.k_tail.shape[1]:
-                self.shift(taken)
+            if self.cursor + taken > self.k_window.shape[1]:
+                window.shift(self, taken)
             at = slice(self.cursor, self.cursor + taken)
-            self.k_tail[:, at] = keys[:, done : done + taken]
-            self.v_tail[:, at] = values[:, done : done + taken]
+            self.k_window[:, at] = keys[:, done : done + taken]
+            self.v_window[:, at] = values[:, done : done + taken]
             if self.where is not None:
                 now = torch.arange(self.clock, self.clock + taken, device=self.where.device)
                 columns = slice(self.slots + self.cursor, self.slots + self.cursor + taken)
@@ -86,77 +92,84 @@ class DecodingLayer(Layout):
                 self._settle()
 
     def _settle(self) -> None:
-        """Pack the groups that left the window, evict what is over its cap after beta tokens ("paper")."""
+        """Pack the groups that left the residual window; evict what is over its cap after beta tokens (periodic)."""
         for part in self.parts:
             s = part.touch(self.clock).schedule
-            due = s.cap is not None and s.overshoot == "paper" and part.steps >= s.beta
+            due = s.cap is not None and s.kind == "periodic" and part.steps >= s.beta
             if due and s.cap is not None and part.n > s.cap:
                 self.evict(part, s.cap)
             part.steps = 0 if due else part.steps
             st = part.storage
-            if st.quantised and (count := max(part.tail - st.window, 0) // st.group * st.group):
-                self.pack(part, count)
+            if st.quantised and (count := max(part.window_len - st.window, 0) // st.group * st.group):
+                window.pack(self, part, count)
         self.look_ahead()
 
     def evict(self, part: Part, keep: int) -> None:
-        """Keep `keep` entries per head, chosen by the method's own scorer from what is still held."""
+        """Keep `keep` entries per KV head. The method's own scorer chooses them among those still held."""
         if keep >= part.n:
             return
         if part.choose is None:
-            raise RuntimeError("a row with a cap needs a scorer that can score while decoding")
+            raise RuntimeError("a sequence with a cap needs a scorer that can score while decoding")
         if part.flat:
             self._drop(part, keep)
             return
-        old = self.row(part)
+        old = self.part_at_rest(part)
         keys, values = old.dense(torch.float32)
         observed = {} if old.accumulated is None else {"accumulated": old.accumulated}
         asked = None
-        if old.queries is not None:  # those before the first token are none
-            asked = old.queries[:, :, max(part.asked - part.seen, 0) :].flatten(0, 1)
-        index = part.choose(keys, values, old.true_positions(), part.seen, keep, observed, asked)
+        if old.queries is not None:  # leave out places before the first token
+            asked = old.queries[:, :, max(part.asked - part.tokens_seen, 0) :].flatten(0, 1)
+        index = part.choose(keys, values, old.true_positions(), part.tokens_seen, keep, observed, asked)
         accumulated = (
             None if old.accumulated is None else old.accumulated.gather(1, index.expand(len(old.accumulated), -1))
         )
         keys, values, kept = gather(keys, values, old.true_positions(), index)
         form: Literal["shared", "per_head"] = "per_head" if index.shape[0] > 1 else "shared"
         storage = replace(part.storage, positions=form)
-        row = LayerKV(
-            keys, values, kept, storage, seen=part.seen, dtype=old.dtype, accumulated=accumulated, queries=old.queries
+        new = LayerKV(
+            keys,
+            values,
+            kept,
+            storage,
+            tokens_seen=part.tokens_seen,
+            dtype=old.dtype,
+            accumulated=accumulated,
+            queries=old.queries,
         )
-        part.first, part.slots = _first(row)
+        part.first, part.slots = first_run(new)
         part.steps = 0
         self.reserve(part, part.slots)
-        self.lay(part, row)
-        rate = row.bytes_per_token - old.bytes_per_token
+        self.lay(part, new)
+        rate = new.bytes_per_token - old.bytes_per_token
         self.ledger.per_token[part.sequence] += rate
-        self.ledger.base[part.sequence] += row.bytes - old.bytes - rate * self.clock
+        self.ledger.base[part.sequence] += new.bytes - old.bytes - rate * self.clock
 
     def _drop(self, part: Part, keep: int) -> None:
-        """`evict` of a row that has packed entries: what goes is hidden, what stays is not touched."""
+        """`evict` for a `flat` part: hide what goes, and leave what stays as it is."""
         assert self.where is not None and part.choose is not None
-        live = (~self.hidden[part.strands, : self.slots + self.cursor]).nonzero()[:, 1].view(part.heads, part.n)
-        positions = self.where[part.strands].gather(1, live)
+        live = (~self.hidden[part.kv_heads, : self.slots + self.cursor]).nonzero()[:, 1].view(part.heads, part.n)
+        positions = self.where[part.kv_heads].gather(1, live)
         if part.storage.positions != "per_head":
             positions = positions[0]
         keys, values = groups.dense(self, part, live)
         observed: dict[str, Tensor] = {}
         if self.accumulated is not None and part.summed:
-            observed["accumulated"] = self.accumulated[part.strands].gather(1, live)
+            observed["accumulated"] = self.accumulated[part.kv_heads].gather(1, live)
         asked = None
         if self.queries is not None and part.asked:
-            first = self.queries.shape[2] - part.asked + max(part.asked - part.seen, 0)
-            asked = self.queries[part.strands, :, first:].flatten(0, 1)
-        index = part.choose(keys, values, positions, part.seen, keep, observed, asked)
-        before, rate = part.bytes_of(part.n, part.tail, self.dim, self.k_tail.itemsize)
+            first = self.queries.shape[2] - part.asked + max(part.asked - part.tokens_seen, 0)
+            asked = self.queries[part.kv_heads, :, first:].flatten(0, 1)
+        index = part.choose(keys, values, positions, part.tokens_seen, keep, observed, asked)
+        before, rate = part.bytes_of(part.n, part.window_len, self.dim, self.k_window.itemsize)
         per_head = index.shape[0] > 1 or positions.ndim == 2
         part.storage = replace(part.storage, positions="per_head" if per_head else "shared")
         groups.drop(self, part, live, index)
-        part.n, part.tail, part.steps = keep, min(part.tail, keep), 0
-        after, new_rate = part.bytes_of(part.n, part.tail, self.dim, self.k_tail.itemsize)
+        part.n, part.window_len, part.steps = keep, min(part.window_len, keep), 0
+        after, new_rate = part.bytes_of(part.n, part.window_len, self.dim, self.k_window.itemsize)
         self.ledger.per_token[part.sequence] += new_rate - rate
         self.ledger.base[part.sequence] += after - before - (new_rate - rate) * self.clock
         self._where = None
 
     def fork(self) -> Self:
-        """An independent twin; banks are shared until either writes to them."""
+        """An independent twin. Both share their stores until either writes to them."""
         return self.pick(range(self.sequences))

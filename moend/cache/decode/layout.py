@@ -1,329 +1,167 @@
-"""The rows of one layer side by side while they decode: how they take in tokens, attend, pack and evict.
+"""The entries of one layer while it decodes: where they lie, and how sequences are picked from it.
 
-A strand is one KV head of one sequence. All strands share a **tail**, the newest entries at 16 bit, right-aligned: a
-new token is one slice write, whatever the strands hold. Older entries lie in **banks** (`moend.cache.packed_store`),
-K and V apart: strands of one kind (bits, group) and of similar length share a bank. Logits of all strands lie in one
-matrix (strands, queries, slots + tail), whose unused places are masked once, so that a step costs a handful of batched
-operations per bank and layer, and no Python work that grows with the rows.
+A layer numbers the KV heads of all its sequences through, S in all. The newest entries of all of them form the
+residual window at 16 bit, two tensors (S, columns, d) that are filled up to a common cursor: a new token is one slice
+write, however much each KV head holds. Older entries lie in stores (`moend.cache.packed_store`), K and V apart. KV
+heads share a store if they have the same bits and group and similar lengths. The logits of a step form one matrix
+(S, queries, slots + columns), whose unused places a mask hides. A step therefore costs a few batched operations per
+store and layer, and its Python work does not grow with the number of sequences.
 
-What falls due for one row (a group leaves the window, a cap is reached) is computed ahead as a point of the layer's
-clock, counted in tokens; only there rows are looked at one by one. More tokens than fit before it are taken in pieces,
-so packing and eviction fall on the same token however tokens come.
+A sequence packs when a group has left its residual window, and it evicts when it reaches its cap. The layer computes
+ahead after which token the next of these events falls (`look_ahead`), and only then looks at sequences one by one. If
+more tokens come than fit before an event, the layer takes them in pieces. So packing and eviction fall on the same
+token, however tokens come.
 
-Memory. Padding in a bank is at most what its strands hold, or 2^15 elements a row where that is more; a bank that
-grows takes an eighth to spare; the tail has SPARE columns to spare beside the longest window and group. All of it is in
-`allocated`.
+Memory. A store pads a KV head by no more than the head holds, or by PADDING numbers per sequence if that is more. A
+store that grows takes an eighth to spare. The residual window has SPARE free columns beside the longest window and
+group. `allocated` counts all of it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from moend.budget import Storage, v_group
 from moend.cache.decode import groups
 from moend.cache.decode.ledger import Ledger
-from moend.cache.layer_kv import Chooser, LayerKV, Schedule
+from moend.cache.decode.part import NEVER, Part
+from moend.cache.decode.stores import SPARE, first_run, sharing, whole_piece, window_columns
+from moend.cache.layer_kv import LayerKV
 from moend.cache.packed_store import PackedStore
-from moend.cache.packing import Packed, quantise_k, quantise_v
+from moend.cache.packing import Packed
 from moend.kernels import Entries, Held
-
-SPARE = 32  # free columns of a new tail
-PADDING = 2**15  # elements a row may be padded by before strands of its kind get a bank of their own
-NEVER = 2**62
-
-
-@dataclass
-class Part:
-    """A LayerKV while it decodes: the counters of its strands `at` ... at + heads. Counters hold as of `clock`."""
-
-    sequence: int
-    at: int
-    heads: int
-    storage: Storage
-    schedule: Schedule
-    choose: Chooser | None
-    n: int
-    tail: int
-    seen: int
-    steps: int
-    clock: int
-    positions: Tensor | None  # of the entries there were when it was laid down; those since then follow on
-    first: int  # entries of the first run: packed K leaves a gap between it and the next group
-    slots: int  # slots used
-    summed: bool = False  # whether the attention its entries receive is summed (`LayerKV.accumulated attention`)
-    asked: int = 0  # how many of its last queries are kept (`LayerKV.queries`)
-    k: tuple[int, int] = (0, 0)  # (bank, first strand in it)
-    v: tuple[int, int] = (0, 0)
-    span: int = 0  # columns up to the cursor among which its residual window lies, where it evicts and packs
-
-    def touch(self, clock: int) -> Part:
-        """Bring the counters up to `clock`."""
-        passed, self.clock = clock - self.clock, clock
-        self.n, self.tail, self.seen, self.steps = (x + passed for x in (self.n, self.tail, self.seen, self.steps))
-        self.span += passed
-        return self
-
-    @property
-    def flat(self) -> bool:
-        """Whether it evicts what it has packed (`moend.cache.decode.groups`)."""
-        return self.storage.scales > 0
-
-    @property
-    def columns(self) -> int:
-        """Columns up to the cursor that may hold its residual window."""
-        return self.span if self.flat else self.tail
-
-    def bytes_of(self, n: int, tail: int, dim: int, size: int) -> tuple[int, int]:
-        """Bytes of n entries per head, `tail` of them at 16 bit, and of one more of these; scales and such are extra.
-
-        size: bytes of a number at 16 bit.
-        """
-        st, number = self.storage, dim * size
-        k = dim * st.k_bits // 8 if st.k_bits < 16 else number
-        v = dim * st.v_bits // 8 + 4 * dim // v_group(dim, st.channels) if st.v_bits < 16 else number
-        beside = {"none": 0, "shared": 4, "per_head": 4 * self.heads}[st.positions] + 4 * self.heads * self.summed
-        entries = self.heads * ((n - tail) * (k + v) + tail * 2 * number)
-        return entries + n * beside, self.heads * 2 * number + beside
-
-    @property
-    def strands(self) -> slice:
-        """Its strands."""
-        return slice(self.at, self.at + self.heads)
-
-    @property
-    def full(self) -> bool:
-        """Whether it must evict before the next token ("counted")."""
-        s = self.schedule
-        return s.cap is not None and s.overshoot == "counted" and self.n >= s.cap > max(s.cap - max(s.reserve, 1), 1)
-
-    def room(self) -> int:
-        """Tokens until it packs or evicts."""
-        s, st, rooms = self.schedule, self.storage, [NEVER]
-        if s.cap is not None and s.overshoot == "paper":
-            rooms.append(s.beta - self.steps)
-        elif s.cap is not None:
-            rooms.append(s.cap - self.n if self.n < s.cap else max(s.reserve, 1))
-        if st.quantised:
-            rooms.append(st.window + st.group - self.tail)
-        return max(min(rooms), 1)
-
-
-def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of sizes in buckets whose longest pads none by more than its own size or `limit`, whichever is more."""
-    made: list[list[int]] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        if made and sizes[made[-1][0]] - sizes[i] <= max(sizes[i], limit):
-            made[-1].append(i)
-        else:
-            made.append([i])
-    return made
-
-
-def _first(row: LayerKV) -> tuple[int, int]:
-    """Entries in the first run of a row's older entries, and the slots that all of them take."""
-    group = row.storage.group
-    if row.sizes is not None:
-        return 0, groups.lay_out(row.sizes.long(), groups.block_of(row.storage.k_bits))[0].shape[1]
-    old = row.n - row.tail if row.storage.quantised else row.n
-    if not row.k_packed:
-        return old, old
-    first = row.k_packed[0].codes.shape[-2]
-    return first, -(-first // group) * group + sum(-(-p.codes.shape[-2] // group) * group for p in row.k_packed[1:])
-
-
-Kind = tuple[int, int, int]
-
-
-def _kind(storage: Storage, side: str, dim: int) -> Kind:
-    """(bits, group, scales per head where they are so many) of the bank that one side goes to."""
-    if side == "v":
-        return storage.v_bits, v_group(dim, storage.channels), 0
-    if storage.k_bits == 16:
-        return 16, 1, 0
-    return storage.k_bits, groups.BLOCK if storage.scales else storage.group, storage.scales
-
-
-def _piece(row: LayerKV, side: str, slots: int) -> Packed | Tensor | None:
-    """One side of a row's older entries where they fill `slots` in one piece: a bank of their own needs no copy."""
-    bits = row.storage.k_bits if side == "k" else row.storage.v_bits
-    if row.sizes is not None:
-        return None
-    if row.n - (row.tail if row.storage.quantised else 0) != slots or not slots:
-        return None
-    pieces: Sequence[Packed | Tensor]
-    if bits == 16:
-        pieces = [row.k_tail if side == "k" else row.v_tail]
-    else:
-        pieces = row.k_packed if side == "k" else [row.v_packed] if row.v_packed else []
-    held = [p.tensors() if isinstance(p, Packed) else (p,) for p in pieces]
-    whole = len(held) == 1 and held[0][0].shape[1] == slots and all(t.is_contiguous() for t in held[0])
-    return pieces[0] if whole else None
-
-
-def _layout(rows: Sequence[tuple[int, int, Storage]], side: str, dim: int) -> list[tuple[Kind, list[int]]]:
-    """Banks of one side as (kind, indices of rows); a row here is (heads, slots, storage)."""
-    kinds: dict[Kind, list[int]] = {}
-    for i, (_, _, storage) in enumerate(rows):
-        kinds.setdefault(_kind(storage, side, dim), []).append(i)
-    return [
-        (kind, sorted(members[j] for j in bucket))
-        for kind, members in kinds.items()
-        for bucket in buckets([rows[i][1] for i in members], PADDING // (dim * max(rows[i][0] for i in members)))
-    ]
-
-
-def _columns(rows: Sequence[LayerKV]) -> int:
-    """Where the cursor of a new tail stands: room for every tail there is."""
-    return max([r.tail for r in rows if r.storage.quantised], default=0)
-
-
-def allocation(rows: Sequence[tuple[LayerKV, ...]]) -> int:
-    """Bytes that a `Layout` of these rows (see there) will allocate when it is made."""
-    flat = [r for parts in rows for r in parts]
-    if not flat:
-        return 0
-    dim, size = flat[0].k_tail.shape[-1], flat[0].dtype.itemsize
-    shapes = [(r.heads, _first(r)[1], r.storage) for r in flat]
-    strands = sum(r.heads for r in flat)
-    total, longest = 0, 0
-    for side in ("k", "v"):
-        for (bits, group, own), members in _layout(shapes, side, dim):
-            heads, slots = sum(shapes[i][0] for i in members), max(shapes[i][1] for i in members)
-            longest = max(longest, slots)
-            if bits == 16:
-                total += heads * slots * dim * size
-            else:
-                scales = (own or slots // group) * dim if side == "k" else slots * (dim // group)
-                total += heads * (slots // group * 4 + dim) if own else 0  # whose scale blocks have, and the archive's
-                total += heads * (slots * dim * bits // 8 + scales * 4)
-    columns = _columns(flat) + SPARE
-    beside = 5 if any(r.accumulated is not None for r in flat) else 1  # the mask, and the accumulated attention
-    positions = sum(r.positions.nbytes for r in flat if r.positions is not None and r.sizes is None)
-    if any(r.sizes is not None for r in flat):
-        beside += 4  # the position of each slot and column
-    most = max((r.queries.shape[1] * r.queries.shape[2] for r in flat if r.queries is not None), default=0)
-    total += strands * most * dim * size
-    return total + 2 * strands * columns * dim * size + strands * (longest + columns) * beside + positions
 
 
 class Layout:
-    """Rows of one layer: for each sequence its LayerKV, or the rows of its heads where these hold different numbers."""
+    """Several sequences of one layer, laid out for decoding.
 
-    def __init__(self, rows: Sequence[tuple[LayerKV, ...]]):
-        flat = [r for parts in rows for r in parts]
-        first = flat[0].k_tail
+    heads: KV heads of a sequence. dim: head dimension d. sequences: how many. clock: tokens taken in so far.
+    parts: what each sequence holds, one `Part` per LayerKV. ledger: bytes held.
+    k_window, v_window (S, columns, d): the residual window. cursor: its next free column. begin: its first one in use.
+    k_stores, v_stores: older entries. slots: slots of the largest store. used: the most of them in use.
+    hidden (S, slots + columns) bool: places that no query may see.
+    accumulated (S, slots + columns) float32: attention that entries received; None if no sequence sums it.
+    where (S, slots + columns) int32: position of the entry in each place, for parts that are `flat`; None without them.
+    queries (S, G, w, d): the last w queries of each KV head's group of G, right-aligned; None if no scorer asks.
+    """
+
+    def __init__(self, held: Sequence[tuple[LayerKV, ...]]):
+        """held: for each sequence its LayerKVs, one for all KV heads or one for each."""
+        flat = [kv for kvs in held for kv in kvs]
+        first = flat[0].k_window
         if any(r.dtype != first.dtype for r in flat):
-            raise ValueError(f"rows of a batch are stored alike, got {sorted({str(r.dtype) for r in flat})}")
-        self.heads = sum(r.heads for r in rows[0])
-        self.dim, self.sequences = first.shape[-1], len(rows)
-        self.clock = 0  # tokens taken in
+            raise ValueError(f"sequences of a batch share one dtype, got {sorted({str(r.dtype) for r in flat})}")
+        self.heads = sum(r.heads for r in held[0])
+        self.dim, self.sequences = first.shape[-1], len(held)
+        self.clock = 0
         self.parts: list[Part] = []
-        for i, parts in enumerate(rows):
+        for i, kvs in enumerate(held):
             at = i * self.heads
-            for row in parts:
-                self.parts.append(self._part(row, i, at))
-                at += row.heads
-        self.ledger = Ledger(len(rows))
-        for part, row in zip(self.parts, flat, strict=True):
-            self.ledger.base[part.sequence] += row.bytes
-            self.ledger.per_token[part.sequence] += row.bytes_per_token
-        self.cursor = _columns(flat)  # the tail's next free column
+            for kv in kvs:
+                self.parts.append(self._part(kv, i, at))
+                at += kv.heads
+        self.ledger = Ledger(len(held))
+        for part, kv in zip(self.parts, flat, strict=True):
+            self.ledger.base[part.sequence] += kv.bytes
+            self.ledger.per_token[part.sequence] += kv.bytes_per_token
+        self.cursor = window_columns(flat)
         self._where: Tensor | None = None
         total = self.sequences * self.heads
-        self.k_tail = first.new_zeros(total, self.cursor + SPARE, self.dim)
-        self.v_tail = torch.zeros_like(self.k_tail)
-        self.k_banks, self.v_banks = self._banks(flat, "k", first), self._banks(flat, "v", first)
-        self.slots = max(b.slots for b in self.k_banks)
-        self.hidden = torch.ones(total, self.slots + self.k_tail.shape[1], dtype=torch.bool, device=first.device)
+        self.k_window = first.new_zeros(total, self.cursor + SPARE, self.dim)
+        self.v_window = torch.zeros_like(self.k_window)
+        self.k_stores, self.v_stores = self._make_stores(flat, "k", first), self._make_stores(flat, "v", first)
+        self.slots = max(b.slots for b in self.k_stores)
+        self.hidden = torch.ones(total, self.slots + self.k_window.shape[1], dtype=torch.bool, device=first.device)
         self.hidden[:, self.slots + self.cursor :] = False
         self.accumulated = (
             torch.zeros(self.hidden.shape, device=first.device) if any(p.summed for p in self.parts) else None
         )
-        self.where: Tensor | None = None  # (S, slots + columns) int32: positions, right where part.flat
+        self.where: Tensor | None = None
         if any(p.flat for p in self.parts):
             self.where = torch.zeros(self.hidden.shape, dtype=torch.int32, device=first.device)
-        self.queries: Tensor | None = None  # (S, G, w, d): the last w queries, right-aligned, where any part asks
+        self.queries: Tensor | None = None
         self.every = torch.arange(total)
-        for part, row in zip(self.parts, flat, strict=True):
-            self.lay(part, row)
-            if row.queries is not None:
+        for part, kv in zip(self.parts, flat, strict=True):
+            self.lay(part, kv)
+            if kv.queries is not None:
                 if self.queries is None:
                     wide = max(r.queries.shape[2] for r in flat if r.queries is not None)
-                    self.queries = first.new_zeros(total, row.queries.shape[1], wide, self.dim)
-                self.queries[part.strands, :, self.queries.shape[2] - part.asked :] = row.queries
+                    self.queries = first.new_zeros(total, kv.queries.shape[1], wide, self.dim)
+                self.queries[part.kv_heads, :, self.queries.shape[2] - part.asked :] = kv.queries
         self.look_ahead()
 
-    def _part(self, row: LayerKV, sequence: int, at: int) -> Part:
-        first, slots = _first(row)
+    def _part(self, kv: LayerKV, sequence: int, at: int) -> Part:
+        first, slots = first_run(kv)
         return Part(
-            sequence, at, row.heads, row.storage, row.schedule, row.choose,
-            n=row.n, tail=0, seen=row.seen, steps=row.steps, clock=0, positions=None, first=first, slots=slots,
-            summed=row.accumulated is not None, asked=0 if row.queries is None else row.queries.shape[2],
+            sequence, at, kv.heads, kv.storage, kv.schedule, kv.choose,
+            n=kv.n, window_len=0, tokens_seen=kv.tokens_seen, steps=kv.steps, clock=0, positions=None,
+            first=first, slots=slots, summed=kv.accumulated is not None,
+            asked=0 if kv.queries is None else kv.queries.shape[2],
         )  # fmt: skip
 
-    def _banks(self, rows: Sequence[LayerKV], side: Literal["k", "v"], like: Tensor) -> list[PackedStore]:
-        banks = []
-        layout = _layout([(p.heads, p.slots, p.storage) for p in self.parts], side, self.dim)
-        for number, ((bits, group, scales), members) in enumerate(layout):
-            strands: list[int] = []
+    def _make_stores(self, kvs: Sequence[LayerKV], side: Literal["k", "v"], like: Tensor) -> list[PackedStore]:
+        stores = []
+        shared = sharing([(p.heads, p.slots, p.storage) for p in self.parts], side, self.dim)
+        for number, ((bits, group, scales), members) in enumerate(shared):
+            heads: list[int] = []
             for i in members:
                 part = self.parts[i]
-                setattr(part, side, (number, len(strands)))
-                strands += range(part.at, part.at + part.heads)
+                setattr(part, side, (number, len(heads)))
+                heads += range(part.at, part.at + part.heads)
             slots, per = max(self.parts[i].slots for i in members), "channel" if side == "k" else "token"
-            piece = _piece(rows[members[0]], side, slots) if len(members) == 1 else None
+            piece = whole_piece(kvs[members[0]], side, slots) if len(members) == 1 else None
             if piece is None:
-                banks.append(PackedStore(strands, slots, bits, group, per, like, self.dim, scales))
+                stores.append(PackedStore(heads, slots, bits, group, per, like, self.dim, scales))
             else:
-                banks.append(PackedStore.of(strands, piece, bits, group, per, self.dim))
-        return banks
+                stores.append(PackedStore.of(heads, piece, bits, group, per, self.dim))
+        return stores
 
-    def lay(self, part: Part, row: LayerKV) -> None:
-        """Lay a row's entries down where its part says; `first` and `slots` are set, and there is room for them."""
+    def lay(self, part: Part, kv: LayerKV) -> None:
+        """Write the entries of `kv` where `part` says. Its `first` and `slots` are set, and its stores have room."""
         if part.flat:
-            groups.lay(self, part, row)
+            groups.lay(self, part, kv)
             return
-        s, group = row.storage, row.storage.group
-        tail = row.tail if s.quantised else 0
-        old = row.n - tail
-        gap = part.slots - old if len(row.k_packed) > 1 else 0  # between the first run and the groups after it
-        bank, start = self.k_banks[part.k[0]], part.k[1]
+        s, group = kv.storage, kv.storage.group
+        recent = kv.window_len if s.quantised else 0
+        old = kv.n - recent
+        gap = part.slots - old if len(kv.k_packed) > 1 else 0  # between the first run and the groups after it
+        store, start = self.k_stores[part.k[0]], part.k[1]
         slot = 0
-        for piece in row.k_packed:
-            bank.write(start, slot, piece)
+        for piece in kv.k_packed:
+            store.write(start, slot, piece)
             slot += -(-piece.codes.shape[-2] // group) * group
         if s.k_bits == 16 and old:
-            bank.write(start, 0, row.k_tail[:, :old])
-        values = row.v_packed if s.v_bits < 16 else row.v_tail[:, :old]
+            store.write(start, 0, kv.k_window[:, :old])
+        values = kv.v_packed if s.v_bits < 16 else kv.v_window[:, :old]
         if values is not None and old:
-            bank, start = self.v_banks[part.v[0]], part.v[1]
-            bank.write(start, 0, _cut(values, 0, part.first))
+            store, start = self.v_stores[part.v[0]], part.v[1]
+            store.write(start, 0, _cut(values, 0, part.first))
             if gap:
-                bank.write(start, part.first + gap, _cut(values, part.first, old))
+                store.write(start, part.first + gap, _cut(values, part.first, old))
             if (end := part.slots - (old - part.first)) > part.first:
-                bank.clear(start, part.heads, part.first, end)  # what was evicted
-        mine, at = self.hidden[part.strands], self.slots + self.cursor
+                store.clear(start, part.heads, part.first, end)  # evicted entries
+        mine, at = self.hidden[part.kv_heads], self.slots + self.cursor
         mine[:, :at] = True
         mine[:, : part.first] = False
         if gap:
             mine[:, part.first + gap : part.slots] = False
-        if tail:
-            mine[:, at - tail : at] = False
-            self.k_tail[part.strands, self.cursor - tail : self.cursor] = row.k_tail[:, row.k_tail.shape[1] - tail :]
-            self.v_tail[part.strands, self.cursor - tail : self.cursor] = row.v_tail[:, row.v_tail.shape[1] - tail :]
-        if self.accumulated is not None and row.accumulated is not None:
-            sums = self.accumulated[part.strands].zero_()
-            sums[:, : part.first] = row.accumulated[:, : part.first]
+        if recent:
+            mine[:, at - recent : at] = False
+            columns = slice(self.cursor - recent, self.cursor)
+            self.k_window[part.kv_heads, columns] = kv.k_window[:, kv.k_window.shape[1] - recent :]
+            self.v_window[part.kv_heads, columns] = kv.v_window[:, kv.v_window.shape[1] - recent :]
+        if self.accumulated is not None and kv.accumulated is not None:
+            sums = self.accumulated[part.kv_heads].zero_()
+            sums[:, : part.first] = kv.accumulated[:, : part.first]
             if gap:
-                sums[:, part.first + gap : part.slots] = row.accumulated[:, part.first : old]
-            sums[:, at - tail : at] = row.accumulated[:, old:]
-        part.n, part.tail, part.storage, part.positions = row.n, tail, s, row.positions
+                sums[:, part.first + gap : part.slots] = kv.accumulated[:, part.first : old]
+            sums[:, at - recent : at] = kv.accumulated[:, old:]
+        part.n, part.window_len, part.storage, part.positions = kv.n, recent, s, kv.positions
         self._where = None
 
     # What is held
@@ -332,75 +170,75 @@ class Layout:
     def allocated(self) -> int:
         """Bytes of every tensor, padding and spare room included."""
         held = [*(p.positions for p in self.parts), self._where, self.where]
-        banks = sum(b.nbytes for b in (*self.k_banks, *self.v_banks))
-        return self.tail_bytes + sum(t.nbytes for t in held if t is not None) + banks
+        stores = sum(b.nbytes for b in (*self.k_stores, *self.v_stores))
+        return self.unshared_bytes + sum(t.nbytes for t in held if t is not None) + stores
 
     @property
-    def tail_bytes(self) -> int:
-        """Bytes of the tail, the mask, the accumulated attention and the queries."""
-        own = self.k_tail, self.v_tail, self.hidden, self.accumulated, self.queries
+    def unshared_bytes(self) -> int:
+        """Bytes that a fork has of its own: residual window, mask, accumulated attention, queries."""
+        own = self.k_window, self.v_window, self.hidden, self.accumulated, self.queries
         return sum(t.nbytes for t in own if t is not None)
 
     @property
     def longest(self) -> int:
-        """Tokens seen by the longest sequence."""
+        """Tokens of the longest sequence so far, evicted ones included."""
         return self.ahead + self.clock
 
     def count(self, sequence: int) -> list[int]:
         """Entries of each KV head."""
         return [p.touch(self.clock).n for p in self.parts if p.sequence == sequence for _ in range(p.heads)]
 
-    def rows(self) -> list[tuple[LayerKV, ...]]:
-        """What is held, as rows at rest."""
+    def at_rest(self) -> list[tuple[LayerKV, ...]]:
+        """For each sequence, its LayerKVs as of now."""
         made: list[list[LayerKV]] = [[] for _ in range(self.sequences)]
         for part in self.parts:
-            made[part.sequence].append(self.row(part.touch(self.clock)))
+            made[part.sequence].append(self.part_at_rest(part.touch(self.clock)))
         return [tuple(x) for x in made]
 
     def positions_of(self, part: Part) -> Tensor | None:
-        """Original positions of all entries: those laid down, then one after the other."""
+        """Original positions (n,) or (H, n) of all entries; None: 0 ... n-1."""
         known = part.positions
         if known is None:
             return None
         new = part.n - known.shape[-1]
-        after = torch.arange(part.seen - new, part.seen, dtype=torch.int32, device=known.device)
+        after = torch.arange(part.tokens_seen - new, part.tokens_seen, dtype=torch.int32, device=known.device)
         return torch.cat([known, after.expand(*known.shape[:-1], new)], dim=-1)
 
     def stores(self, part: Part) -> tuple[tuple[PackedStore, int], tuple[PackedStore, int]]:
-        """The stores of a part's older keys and values, and its first strand in each."""
-        return (self.k_banks[part.k[0]], part.k[1]), (self.v_banks[part.v[0]], part.v[1])
+        """The stores of a part's older keys and values, and the index of its first KV head in each."""
+        return (self.k_stores[part.k[0]], part.k[1]), (self.v_stores[part.v[0]], part.v[1])
 
-    def row(self, part: Part) -> LayerKV:
-        """What a part holds, at rest."""
+    def part_at_rest(self, part: Part) -> LayerKV:
+        """The entries of a part as a LayerKV."""
         if part.flat:
-            return groups.row(self, part)
-        s, old = part.storage, part.n - part.tail
+            return groups.at_rest(self, part)
+        old = part.n - part.window_len
         runs = [(0, part.first)]
         if old > part.first:
             runs.append((part.slots - (old - part.first), part.slots))
         sides: list[list[Packed | Tensor]] = []
-        for bank, start in ((self.k_banks[part.k[0]], part.k[1]), (self.v_banks[part.v[0]], part.v[1])):
-            sides.append([bank.read(start, part.heads, a, b) for a, b in runs if b > a])
-        tails = []
-        for x, pieces in zip((self.k_tail, self.v_tail), sides, strict=True):
+        for store, start in self.stores(part):
+            sides.append([store.read(start, part.heads, a, b) for a, b in runs if b > a])
+        windows = []
+        for x, pieces in zip((self.k_window, self.v_window), sides, strict=True):
             kept = [p for p in pieces if isinstance(p, Tensor)]
-            tails.append(torch.cat([*kept, x[part.strands, self.cursor - part.tail : self.cursor]], dim=1))
+            windows.append(torch.cat([*kept, x[part.kv_heads, self.cursor - part.window_len : self.cursor]], dim=1))
         k = tuple(p for p in sides[0] if isinstance(p, Packed))
         v = [p for p in sides[1] if isinstance(p, Packed)]
         accumulated = None
         if self.accumulated is not None and part.summed:
-            runs.append((self.slots + self.cursor - part.tail, self.slots + self.cursor))
-            accumulated = torch.cat([self.accumulated[part.strands, a:b] for a, b in runs], dim=1)
+            runs.append((self.slots + self.cursor - part.window_len, self.slots + self.cursor))
+            accumulated = torch.cat([self.accumulated[part.kv_heads, a:b] for a, b in runs], dim=1)
         queries = None
         if self.queries is not None and part.asked:
-            queries = self.queries[part.strands, :, self.queries.shape[2] - part.asked :].clone()
+            queries = self.queries[part.kv_heads, :, self.queries.shape[2] - part.asked :].clone()
         return LayerKV.of(
             k,
             _join(v) if v else None,
-            *tails,
+            *windows,
             self.positions_of(part),
-            s,
-            seen=part.seen,
+            part.storage,
+            tokens_seen=part.tokens_seen,
             schedule=part.schedule,
             choose=part.choose,
             steps=part.steps,
@@ -411,7 +249,7 @@ class Layout:
     # Other selections of the same sequences
 
     def pick(self, sequences: Sequence[int]) -> Self:
-        """These sequences, in this order, with repetition."""
+        """A layer of these sequences, in this order; a sequence may be repeated."""
         twin = copy.copy(self)
         order = list(sequences)
         twin.sequences, twin.parts = len(order), []
@@ -423,9 +261,9 @@ class Layout:
                 at = new * self.heads + part.at - old * self.heads
                 sources.append(part)
                 twin.parts.append(replace(part, sequence=new, at=at))
-        strands = [old * self.heads + h for old in order for h in range(self.heads)]
-        index = torch.tensor(strands, device=self.k_tail.device)
-        twin.k_tail, twin.v_tail, twin.hidden = self.k_tail[index], self.v_tail[index], self.hidden[index]
+        heads = [old * self.heads + h for old in order for h in range(self.heads)]
+        index = torch.tensor(heads, device=self.k_window.device)
+        twin.k_window, twin.v_window, twin.hidden = self.k_window[index], self.v_window[index], self.hidden[index]
         twin.accumulated = (
             self.accumulated[index] if self.accumulated is not None and any(p.summed for p in twin.parts) else None
         )
@@ -434,7 +272,7 @@ class Layout:
             twin.queries = self.queries[index][:, :, self.queries.shape[2] - wide :].clone() if wide else None
         twin._where = None
         twin.where = self.where[index] if self.where is not None and any(p.flat for p in twin.parts) else None
-        twin.k_banks, twin.v_banks = (self._picked(sources, twin.parts, side) for side in ("k", "v"))
+        twin.k_stores, twin.v_stores = (self._picked(sources, twin.parts, side) for side in ("k", "v"))
         twin.look_ahead()
         return twin
 
@@ -442,96 +280,59 @@ class Layout:
         members: dict[int, list[int]] = {}
         for i, part in enumerate(sources):
             members.setdefault(getattr(part, side)[0], []).append(i)
-        banks = []
+        stores = []
         for number, (old, inside) in enumerate(members.items()):
             local: list[int] = []
-            strands: list[int] = []
+            heads: list[int] = []
             for i in inside:
-                start, heads = getattr(sources[i], side)[1], parts[i].heads
-                setattr(parts[i], side, (number, len(strands)))
-                local += range(start, start + heads)
-                strands += range(parts[i].at, parts[i].at + heads)
-            bank: PackedStore = getattr(self, f"{side}_banks")[old]
-            banks.append(bank.pick(local, strands, max(parts[i].slots for i in inside)))
-        return banks
+                start, count = getattr(sources[i], side)[1], parts[i].heads
+                setattr(parts[i], side, (number, len(heads)))
+                local += range(start, start + count)
+                heads += range(parts[i].at, parts[i].at + count)
+            store: PackedStore = getattr(self, f"{side}_stores")[old]
+            stores.append(store.pick(local, heads, max(parts[i].slots for i in inside)))
+        return stores
 
     # What changes
 
     def look_ahead(self) -> None:
-        """What holds until the next event.
+        """Compute what holds until the next sequence packs or evicts.
 
-        When a row must evict before a token comes (_full), and when one packs or evicts after it (_due); which slots
-        (`_lengths`, each bank's `lengths`, in all `_used`) and columns of the tail (from `_begin` on) hold something;
-        whether any of these is hidden.
+        full_at: the token before which a sequence must evict (strict schedule). due_at: the token after which one packs
+        or evicts. lengths (S,): slots in use; each store gets those of its KV heads. used: the most slots in use.
+        begin: the first column in use. old_hidden, new_hidden: whether any slot or column among these is hidden.
+        ahead_of (S,): the next position of each KV head's sequence, less the clock; ahead: the most of these.
         """
         self.full_at, self.due_at = NEVER, NEVER
-        self.ahead = max(p.seen - p.clock for p in self.parts)
+        self.ahead = max(p.tokens_seen - p.clock for p in self.parts)
         self.begin = self.cursor
         self.reindexed = [p for p in self.parts if p.schedule.reindex is not None]
-        self.lengths = torch.zeros_like(self.every)  # slots of each strand
+        self.lengths = torch.zeros_like(self.every)
         for part in self.parts:
             if part.touch(self.clock).full:
                 self.full_at = self.clock
             self.due_at = min(self.due_at, self.clock + part.room())
             self.begin = min(self.begin, self.cursor - part.columns)
-            self.lengths[part.strands] = part.slots
-        for bank in (*self.k_banks, *self.v_banks):
-            bank.fill(self.lengths[bank.strands])
-        self.used = max(b.used for b in self.k_banks)
+            self.lengths[part.kv_heads] = part.slots
+        for store in (*self.k_stores, *self.v_stores):
+            store.fill(self.lengths[store.heads])
+        self.used = max(b.used for b in self.k_stores)
         old, new = self.hidden[:, : self.used], self.hidden[:, self.slots + self.begin : self.slots + self.cursor]
         self.old_hidden, self.new_hidden = bool(old.any()), bool(new.any())
         self.known_entries: Held | None = None
-        ahead = [p.seen - p.clock for p in self.parts for _ in range(p.heads)]
-        self.ahead_of = torch.tensor(ahead, device=self.hidden.device)  # (S,) positions ahead of the clock
-
-    def pack(self, part: Part, count: int) -> None:
-        """Move a part's oldest `count` entries from the tail to its banks."""
-        if part.flat:
-            before = self.bytes_of(part)
-            groups.pack(self, part)
-            part.tail -= count
-            self.ledger.base[part.sequence] += self.bytes_of(part) - before
-            self._where = None
-            return
-        st, begin = part.storage, self.cursor - part.tail
-        old = slice(begin, begin + count)
-        saved = 0
-        k: Packed | Tensor = self.k_tail[part.strands, old]
-        v: Packed | Tensor = self.v_tail[part.strands, old]
-        if st.k_bits < 16:
-            packed = quantise_k(self.k_tail[part.strands, old], st.k_bits, st.group)
-            saved += self.k_tail[part.strands, old].nbytes - sum(t.nbytes for t in packed.tensors())
-            k = packed
-        if st.v_bits < 16:
-            packed = quantise_v(self.v_tail[part.strands, old], st.v_bits, st.channels)
-            saved += self.v_tail[part.strands, old].nbytes - sum(t.nbytes for t in packed.tensors())
-            v = packed
-        slot = part.slots
-        if part.n - part.tail == part.first == slot:  # the first run goes on where it ends on a whole group
-            part.first += count
-        self.reserve(part, slot + count)
-        self.k_banks[part.k[0]].write(part.k[1], slot, k)
-        self.v_banks[part.v[0]].write(part.v[1], slot, v)
-        self.hidden[part.strands, slot : slot + count] = False
-        self.hidden[part.strands, self.slots + begin : self.slots + begin + count] = True
-        if self.accumulated is not None:
-            moved = self.accumulated[part.strands, self.slots + begin : self.slots + begin + count]
-            self.accumulated[part.strands, slot : slot + count] = moved
-            moved.zero_()
-        part.slots, part.tail = slot + count, part.tail - count
-        self.ledger.base[part.sequence] -= saved
-        self._where = None
+        ahead = [p.tokens_seen - p.clock for p in self.parts for _ in range(p.heads)]
+        self.ahead_of = torch.tensor(ahead, device=self.hidden.device)
 
     def bytes_of(self, part: Part) -> int:
-        """Bytes of a part's entries, without scales and queries; of a row that evicts and packs."""
-        return part.bytes_of(part.n, part.tail, self.dim, self.k_tail.itemsize)[0]
+        """Bytes of the entries of a `flat` part, without scales of K, group sizes and queries."""
+        return part.bytes_of(part.n, part.window_len, self.dim, self.k_window.itemsize)[0]
 
     def reserve(self, part: Part, slots: int) -> None:
-        """Room for `slots` of a part in its banks, and in the mask."""
-        banks = self.k_banks[part.k[0]], self.v_banks[part.v[0]]
-        for bank in banks:
-            bank.reserve(slots)
-        if (more := max(b.slots for b in banks) - self.slots) > 0:
+        """Make room for `slots` slots of a part in its stores, and in the mask."""
+        stores = self.k_stores[part.k[0]], self.v_stores[part.v[0]]
+        for store in stores:
+            store.reserve(slots)
+        if (more := max(b.slots for b in stores) - self.slots) > 0:
             unused = self.hidden.new_ones(self.hidden.shape[0], more)
             self.hidden = torch.cat([self.hidden[:, : self.slots], unused, self.hidden[:, self.slots :]], dim=1)
             for name in ("accumulated", "where"):
@@ -540,35 +341,12 @@ class Layout:
                     setattr(self, name, torch.cat(pieces, dim=1))
             self.slots += more
 
-    def shift(self, new: int) -> None:
-        """Make `new` free columns: rows that never pack lay their tail down, the others' moves to the left end."""
-        for part in self.parts:
-            if not part.touch(self.clock).storage.quantised and part.tail:
-                self.pack(part, part.tail)
-            if part.flat:
-                groups.align(self, part)
-        keep = max(p.columns for p in self.parts)
-        begin, size = self.cursor - keep, self.k_tail.shape[1]
-        spare = max(SPARE, new) if size < keep + new else size - keep
-        hidden = self.hidden[:, self.slots + begin : self.slots + self.cursor]
-        free = hidden.new_zeros(hidden.shape[0], spare)
-        self.hidden = torch.cat([self.hidden[:, : self.slots], hidden, free], dim=1)
-        for name in ("accumulated", "where"):
-            if (x := getattr(self, name)) is not None:
-                kept = x[:, self.slots + begin : self.slots + self.cursor]
-                setattr(self, name, torch.cat([x[:, : self.slots], kept, x.new_zeros(free.shape)], dim=1))
-        for name in ("k_tail", "v_tail"):
-            x = getattr(self, name)
-            setattr(self, name, torch.cat([x[:, begin : self.cursor], x.new_zeros(x.shape[0], spare, self.dim)], dim=1))
-        self.cursor, self._where = keep, None
-        self.look_ahead()
-
     def entries(self) -> Held:
-        """What is held, as kernels read it; kept until rows pack or evict."""
+        """All entries as kernels read them; remembered until a sequence packs or evicts."""
         if self.known_entries is None:
-            keys, values = ([b.entries() for b in banks if b.used] for banks in (self.k_banks, self.v_banks))
+            keys, values = ([b.entries() for b in stores if b.used] for stores in (self.k_stores, self.v_stores))
             newest = []
-            for side, x in (("k", self.k_tail), ("v", self.v_tail)):
+            for side, x in (("k", self.k_window), ("v", self.v_window)):
                 none, ends = x.new_empty(0), torch.full_like(self.every, self.cursor)
                 newest.append(Entries(side, x, none, none, 16, 1, range(len(x)), ends, self.begin, self.used))
             gap, some = self.slots + self.begin - self.used, (self.old_hidden, self.new_hidden)
@@ -579,32 +357,33 @@ class Layout:
         return self.known_entries
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts from: its tensors lie elsewhere."""
+        """The state that a copy starts from, without what names tensors of this object."""
         return self.__dict__ | {"known_entries": None}
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """True positions (S, slots + columns) of what lies where, and (S,) how far each strand is ahead of the clock.
+        """Original position (S, slots + columns) of the entry in each place, and `ahead_of` (S,).
 
-        Kept until rows pack or evict: a column to come holds the position to come.
+        A free column has the position of the token that it will hold, so both are remembered until a sequence packs or
+        evicts.
         """
         if self._where is None:
             device = self.hidden.device
-            columns = torch.arange(self.k_tail.shape[1], device=device) + (self.clock - self.cursor)
+            columns = torch.arange(self.k_window.shape[1], device=device) + (self.clock - self.cursor)
             where = torch.zeros(self.hidden.shape, dtype=torch.int64, device=device)
             where[:, self.slots :] = self.ahead_of[:, None] + columns
             for part in self.parts:
                 part.touch(self.clock)
                 if part.flat and self.where is not None:
                     end = self.slots + self.cursor
-                    where[part.strands, :end] = self.where[part.strands, :end]
+                    where[part.kv_heads, :end] = self.where[part.kv_heads, :end]
                     continue
                 known = self.positions_of(part)
                 known = torch.arange(part.n, device=device) if known is None else known.long()
-                old, end, mine = part.n - part.tail, self.slots + self.cursor, where[part.strands]
+                old, end, mine = part.n - part.window_len, self.slots + self.cursor, where[part.kv_heads]
                 mine[:, : part.first] = known[..., : part.first]
                 if old > part.first:
                     mine[:, part.slots - (old - part.first) : part.slots] = known[..., part.first : old]
-                mine[:, end - part.tail : end] = known[..., old:]
+                mine[:, end - part.window_len : end] = known[..., old:]
             self._where = where
         return self._where, self.ahead_of
 

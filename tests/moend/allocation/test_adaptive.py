@@ -101,7 +101,7 @@ def test_ragged_heads_cost_what_they_hold(tokens: int, budget: object, seed: int
             at = row.true_positions()[0].long()
             assert (at[1:] > at[:-1]).all()
             assert set(range(tokens - min(32, row.n), tokens)) <= set(at.tolist())  # the window
-            assert torch.equal(row.k_tail[0], capture.keys[0, h, at].to(row.dtype))
+            assert torch.equal(row.k_window[0], capture.keys[0, h, at].to(row.dtype))
     if any(max(c) > min(c) for c in counts):
         longest = sum(max(c) * len(c) * (2 * 2 * 16 + 4) for c in counts)
         assert ada.resident_bytes() < longest

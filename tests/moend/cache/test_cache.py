@@ -101,12 +101,12 @@ def simulate(spec: LayerSpec, layer: int, cut: int, total: int, per_head: bool) 
         scores = table[head if per_head else 0]
         held = list(range(cut)) if spec.tokens >= cut else best(scores, list(range(cut)), spec.tokens)
         for fed, t in enumerate(range(cut, total), 1):
-            if s.cap is not None and s.overshoot == "counted" and len(held) == s.cap:
+            if s.cap is not None and s.kind == "strict" and len(held) == s.cap:
                 held = best(scores, held, s.cap - max(s.reserve, 1))
             held.append(t)
             visible[head, t] = False
             visible[head, t, held] = True
-            if s.cap is not None and s.overshoot == "paper" and fed % s.beta == 0 and len(held) > s.cap:
+            if s.cap is not None and s.kind == "periodic" and fed % s.beta == 0 and len(held) > s.cap:
                 held = best(scores, held, s.cap)
     return visible
 
@@ -121,7 +121,7 @@ def test_evicted_equals_masked_full(name):
     prefilled = prefill(model, ids[:, :cut], chunk=50)
     cache = fork(prefilled, [LayerSpec(n, Storage()) for n in (30, 71, 10**6)])
     visible = []
-    for layer in cache.rows:
+    for layer in cache.layer_kv:
         seen = torch.ones(2, 140, 140).tril().bool()
         kept = torch.zeros(2, cut).bool().scatter_(1, layer[0].true_positions().long().expand(2, -1), True)
         seen[:, cut:, :cut] &= kept[:, None]
@@ -142,7 +142,7 @@ def test_ragged_heads_equal_masked_full(name):
     counts, visible, layers = [[3, 60], [41, 12], [70, 1]], [], []
     for layer, heads in zip(prefilled.layers, counts, strict=True):
         kept = [torch.randperm(cut)[:k].sort().values for k in heads]
-        rows = ragged(layer.keys[0], layer.values[0], kept, Storage(), seen=cut, dtype=torch.float32)
+        rows = ragged(layer.keys[0], layer.values[0], kept, Storage(), tokens_seen=cut, dtype=torch.float32)
         layers.append([rows])
         assert sum(r.bytes for r in rows) == sum(k * (2 * 16 * 4 + 4) for k in heads)
         seen = torch.ones(2, 100, 100).tril().bool()
@@ -192,7 +192,9 @@ def test_heads_of_their_own_length_and_storage(bits):
 def test_a_head_that_dropped_entries_needs_positions():
     keys, values = torch.randn(2, 2, 9, 16)
     with pytest.raises(ValueError, match="head 1 keeps 4 of 9 entries"):
-        ragged(keys, values, [torch.arange(9), torch.arange(4)], [Storage(), Storage()], seen=9, dtype=torch.float32)
+        ragged(
+            keys, values, [torch.arange(9), torch.arange(4)], [Storage(), Storage()], tokens_seen=9, dtype=torch.float32
+        )
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
@@ -441,19 +443,21 @@ def test_predicted_bytes_are_held_bytes(k_bits, v_bits, form, keep, feeds, per_h
     positions = None if n == tokens else torch.arange(tokens)[index] if per_head else torch.arange(tokens)[index[0]]
     storage = Storage(k_bits, v_bits, group, window, "none" if n == tokens else "per_head" if per_head else "shared")
     at = index.expand(heads, -1)[..., None].expand(-1, -1, dim)
-    row = LayerKV(keys.gather(1, at), values.gather(1, at), positions, storage, seen=tokens, dtype=torch.bfloat16)
-    tail = min(n, window) if storage.quantised else n
+    row = LayerKV(
+        keys.gather(1, at), values.gather(1, at), positions, storage, tokens_seen=tokens, dtype=torch.bfloat16
+    )
+    window_len = min(n, window) if storage.quantised else n
     assert row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim)
-    strands = DecodingLayer([(row,)])
+    layer = DecodingLayer([(row,)])
     for q in feeds:
-        for taken in strands.feed(torch.randn(1, heads, q, dim), torch.randn(1, heads, q, dim)):
-            n, tail = n + taken, tail + taken
-            assert strands.held[0] == layer_bytes(n, storage, heads, dim, tail=tail)
+        for taken in layer.feed(torch.randn(1, heads, q, dim), torch.randn(1, heads, q, dim)):
+            n, window_len = n + taken, window_len + taken
+            assert layer.held[0] == layer_bytes(n, storage, heads, dim, window_len=window_len)
             if storage.quantised:
-                tail -= max(tail - window, 0) // group * group
-        ((row,),) = strands.rows()
-        assert (row.n, row.tail) == (n, tail if storage.quantised else n)
-        assert strands.held[0] == row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim, tail=tail)
+                window_len -= max(window_len - window, 0) // group * group
+        ((row,),) = layer.at_rest()
+        assert (row.n, row.window_len) == (n, window_len if storage.quantised else n)
+        assert layer.held[0] == row.bytes == row.nbytes() == layer_bytes(n, storage, heads, dim, window_len=window_len)
         k, v = row.dense(torch.float32)
         assert k.shape == v.shape == (heads, n, dim)
 
@@ -484,70 +488,96 @@ def test_select_refuses_nan():
 @pytest.mark.req(19)
 @pytest.mark.parametrize("feeds", [[1] * 90, [3, 1, 40, 7, 2] * 3])
 @pytest.mark.parametrize("bits", [(16, 16), (8, 4)])
-def test_counted_schedule_never_passes_the_cap(feeds, bits):
+def test_strict_schedule_never_passes_the_cap(feeds, bits):
     """However tokens arrive, a capped row holds at most cap entries and evicts at the same tokens."""
     keys = torch.randn(2, 50, 16)
     storage = Storage(*bits, 32, 32, "per_head")
     start = torch.arange(50).expand(2, 50)
     schedule = Schedule(60, 10, 128)
-    strands = DecodingLayer(
-        [(LayerKV(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
+    layer = DecodingLayer(
+        [
+            (
+                LayerKV(
+                    keys,
+                    keys,
+                    start,
+                    storage,
+                    tokens_seen=50,
+                    dtype=torch.bfloat16,
+                    schedule=schedule,
+                    choose=lottery(0),
+                ),
+            )
+        ]
     )
     sizes, kept, fed = [], [], 50
     for q in feeds:
         new = torch.randn(1, 2, q, 16)
-        for taken in strands.feed(new, new):
-            sizes.append(strands.count(0)[0])
+        for taken in layer.feed(new, new):
+            sizes.append(layer.count(0)[0])
             assert sizes[-1] <= 60
             fed += taken
-        ((row,),) = strands.rows()
+        ((row,),) = layer.at_rest()
         at = row.true_positions()
         assert bool((at[:, 1:] > at[:, :-1]).all())
-        assert at.max() == row.seen - 1 == fed - 1
+        assert at.max() == row.tokens_seen - 1 == fed - 1
         kept.append(at)
     assert max(sizes) == 60
     assert row.n == 51 + (sum(feeds) - 11) % 10  # full after 10 tokens, then again every 10
     once = DecodingLayer(
-        [(LayerKV(keys, keys, start, storage, seen=50, dtype=torch.bfloat16, schedule=schedule, choose=lottery(0)),)]
+        [
+            (
+                LayerKV(
+                    keys,
+                    keys,
+                    start,
+                    storage,
+                    tokens_seen=50,
+                    dtype=torch.bfloat16,
+                    schedule=schedule,
+                    choose=lottery(0),
+                ),
+            )
+        ]
     )
     for _ in once.feed(torch.randn(1, 2, sum(feeds), 16), torch.randn(1, 2, sum(feeds), 16)):
         pass
-    assert torch.equal(once.rows()[0][0].true_positions(), kept[-1])
+    assert torch.equal(once.at_rest()[0][0].true_positions(), kept[-1])
 
 
-def test_paper_schedule_evicts_every_beta_tokens():
+def test_periodic_schedule_evicts_every_beta_tokens():
     keys = torch.randn(2, 50, 16)
     row = LayerKV(
         keys,
         keys,
         torch.arange(50).expand(2, 50),
         Storage(16, 16, 32, 32, "per_head"),
-        seen=50,
+        tokens_seen=50,
         dtype=torch.bfloat16,
-        schedule=Schedule(40, 0, 16, "paper"),
+        schedule=Schedule(40, 0, 16, "periodic"),
         choose=lottery(0),
     )
-    strands, sizes = DecodingLayer([(row,)]), []
+    layer, sizes = DecodingLayer([(row,)]), []
     for _ in range(40):
-        for _ in strands.feed(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16)):
+        for _ in layer.feed(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16)):
             pass
-        sizes.append(strands.count(0)[0])
+        sizes.append(layer.count(0)[0])
     assert [i for i, (a, b) in enumerate(pairwise(sizes)) if b < a] == [14, 30]
     assert sizes[15] == sizes[31] == 40
 
 
 @pytest.mark.req(13)
 @pytest.mark.parametrize("per_head", [True, False])
-@pytest.mark.parametrize("overshoot", ["counted", "paper"])
+@pytest.mark.parametrize("kind", ["strict", "periodic"])
 @pytest.mark.parametrize("feed", [1, 7, 100])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_decode_eviction_equals_masked_full(name, overshoot, feed, per_head):
+def test_decode_eviction_equals_masked_full(name, kind, feed, per_head):
     """Evicting while decoding computes as a full cache with a mask per query, layer and head, however tokens come."""
     model, ids, cut = tiny(name), torch.randint(3, 97, (1, 150)), 50
     caps = [(36, 6, 16), (20, 10, 9), (70, 1, 30)]  # layer 2 reaches its cap by growing
-    counted = overshoot == "counted"
+    strict = kind == "strict"
     specs = [
-        LayerSpec(min(cap - reserve if counted else cap, cut), Storage(), Schedule(cap, reserve, beta, overshoot))
+        LayerSpec(min(cap - reserve if strict else cap, cut), Storage(), Schedule(cap, reserve, beta, kind))
         for cap, reserve, beta in caps
     ]
     cache = compress(
@@ -558,7 +588,7 @@ def test_decode_eviction_equals_masked_full(name, overshoot, feed, per_head):
         n = min(feed, 150 - at)
         ours.append(step(model, cache, ids[:, at : at + n]))
         at += n
-        assert not counted or all(n <= cap for n, (cap, _, _) in zip(cache.entries(), caps, strict=True))
+        assert not strict or all(n <= cap for n, (cap, _, _) in zip(cache.entries(), caps, strict=True))
     visible = [simulate(spec, layer, cut, 150, per_head) for layer, spec in enumerate(specs)]
     assert not any(v[:, -1].all() for v in visible)
     reference = masked_reference(model, ids, visible)[:, cut:]
@@ -638,7 +668,7 @@ def test_mean_and_peak_bytes_do_not_depend_on_how_tokens_come(feeds):
         keys,
         torch.arange(50).expand(2, 50),
         Storage(8, 4, 16, 8, "per_head"),
-        seen=50,
+        tokens_seen=50,
         dtype=torch.bfloat16,
         schedule=Schedule(60, 10, 128),
         choose=lottery(0),
@@ -647,12 +677,12 @@ def test_mean_and_peak_bytes_do_not_depend_on_how_tokens_come(feeds):
     for _ in range(40):
         for _ in single.feed(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16)):
             pass
-        naive.append(single.rows()[0][0].nbytes())
-    strands, peak = DecodingLayer([(row,)]), 0
+        naive.append(single.at_rest()[0][0].nbytes())
+    layer, peak = DecodingLayer([(row,)]), 0
     for q in feeds:
-        for _ in strands.feed(torch.randn(1, 2, q, 16), torch.randn(1, 2, q, 16)):
+        for _ in layer.feed(torch.randn(1, 2, q, 16), torch.randn(1, 2, q, 16)):
             pass
-        peak = max(peak, int(strands.trace.max()))
-    assert strands.clock == single.clock == 40
-    assert strands.area[0] == single.area[0] == sum(naive)
+        peak = max(peak, int(layer.trace.max()))
+    assert layer.clock == single.clock == 40
+    assert layer.area[0] == single.area[0] == sum(naive)
     assert peak == max(naive)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moend.budget import Storage
 from moend.cache.decode.eviction import DecodingLayer
-from moend.cache.decode.layout import PADDING, allocation, buckets
+from moend.cache.decode.stores import PADDING, allocation, buckets
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule
 from moend.hf.attention import AttentionRule
 
@@ -32,7 +32,7 @@ def row(n: int, storage: Storage, schedule: Schedule = PROMPT_ONLY, heads: int =
     keys, values = torch.randn(2, heads, n, DIM)
     positions = torch.stack([torch.randperm(SEEN)[:n].sort().values for _ in range(heads)])
     return LayerKV(
-        keys, values, positions, storage, seen=SEEN, dtype=torch.float32, schedule=schedule,
+        keys, values, positions, storage, tokens_seen=SEEN, dtype=torch.float32, schedule=schedule,
         choose=None if schedule is PROMPT_ONLY else newest, accumulated=torch.rand(heads, n) if storage.accumulated
         else None,
         queries=torch.randn(heads, GROUP, storage.queries // GROUP, DIM) if storage.queries else None,
@@ -52,7 +52,7 @@ def naive(
         at = part.true_positions().expand(part.heads, -1)
         for h in range(part.heads):
             for j in range(q):
-                me = part.seen - q + j
+                me = part.tokens_seen - q + j
                 seen = at[h] <= me
                 if window is not None:
                     seen &= me - at[h] < window
@@ -94,7 +94,7 @@ def sequences(draw: Any) -> tuple[LayerKV, ...]:
     if draw(st.booleans()):
         return tuple(row(draw(lengths), storage, heads=1) for _ in range(HEADS))
     n = draw(lengths)
-    kind = draw(st.sampled_from(["prompt", "counted", "paper"]))
+    kind = draw(st.sampled_from(["prompt", "strict", "periodic"]))
     if kind == "prompt":
         return (row(n, storage),)
     return (row(n, storage, Schedule(max(n + 3, 8), max(n // 4, 1), 7, kind)),)
@@ -113,13 +113,13 @@ def last_queries(rows: tuple[LayerKV, ...]) -> torch.Tensor | None:
 def test_side_by_side_equals_one_by_one(held, feeds, data):
     """Any rows in any company, ragged heads, evictions, forks and picks on the way: naive attention over each."""
     torch.manual_seed(0)
-    strands, twins, sums = DecodingLayer(held), [DecodingLayer([x]) for x in held], [received(x) for x in held]
+    layer, twins, sums = DecodingLayer(held), [DecodingLayer([x]) for x in held], [received(x) for x in held]
     asked = [last_queries(x) for x in held]
-    assert strands.allocated == allocation(held)
+    assert layer.allocated == allocation(held)
     for q in feeds:
         if data.draw(st.booleans()):
             order = data.draw(st.lists(st.integers(0, len(twins) - 1), min_size=1, max_size=4))
-            before, strands = strands, strands.pick(order)
+            before, layer = layer, layer.pick(order)
             twins, sums = [twins[i].fork() for i in order], [sums[i].clone() for i in order]
             asked = [asked[i] for i in order]
             new = torch.randn(2, before.sequences, HEADS, 3, DIM)
@@ -128,16 +128,16 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
         query = torch.randn(len(twins), HEADS * GROUP, q, DIM)
         keys, values = torch.randn(2, len(twins), HEADS, q, DIM)
         window = data.draw(st.sampled_from([None, 60]))
-        ours = strands.attend(query, keys, values, AttentionRule(0.3, window))
+        ours = layer.attend(query, keys, values, AttentionRule(0.3, window))
         for i, twin in enumerate(twins):
             done = 0
             for taken in twin.feed(keys[i : i + 1], values[i : i + 1]):
                 part = slice(done, done + taken)
-                reference = naive(twin.rows()[0], query[i, :, part], 0.3, window, sums[i])
+                reference = naive(twin.at_rest()[0], query[i, :, part], 0.3, window, sums[i])
                 assert (ours[i, :, part] - reference).abs().max() < 1e-4
                 done += taken
-            for a, b in zip(strands.rows()[i], twin.rows()[0], strict=True):
-                assert (a.n, a.seen, a.steps, a.bytes) == (b.n, b.seen, b.steps, b.bytes)
+            for a, b in zip(layer.at_rest()[i], twin.at_rest()[0], strict=True):
+                assert (a.n, a.tokens_seen, a.steps, a.bytes) == (b.n, b.tokens_seen, b.steps, b.bytes)
                 assert torch.equal(a.true_positions(), b.true_positions())
                 assert (a.accumulated is None) == (b.accumulated is None)
                 for x, y in zip(a.dense(torch.float32), b.dense(torch.float32), strict=True):
@@ -145,10 +145,10 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
             if (before := asked[i]) is not None:
                 mine = query[i].view(HEADS, GROUP, q, DIM)
                 asked[i] = torch.cat([before, mine], dim=2)[:, :, -before.shape[2] :]
-                assert torch.equal(last_queries(strands.rows()[i]), asked[i])
-            summed = received(strands.rows()[i])
+                assert torch.equal(last_queries(layer.at_rest()[i]), asked[i])
+            summed = received(layer.at_rest()[i])
             torch.testing.assert_close(summed, torch.where(summed > 0, sums[i], 0.0), atol=1e-4, rtol=1e-4)
-        assert strands.held.tolist() == [sum(r.nbytes() for r in x) for x in strands.rows()]
+        assert layer.held.tolist() == [sum(r.nbytes() for r in x) for x in layer.at_rest()]
 
 
 @settings(deadline=None, max_examples=30)
@@ -156,18 +156,18 @@ def test_side_by_side_equals_one_by_one(held, feeds, data):
 def test_there_and_back_is_the_same(held, q):
     """Rows laid side by side, grown, taken out as rows and laid again: the same entries, bytes and next output."""
     torch.manual_seed(0)
-    strands = DecodingLayer(held)
-    for a, b in zip(strands.rows(), held, strict=True):
+    layer = DecodingLayer(held)
+    for a, b in zip(layer.at_rest(), held, strict=True):
         for x, y in zip(a, b, strict=True):
-            assert (x.n, x.tail, x.bytes) == (y.n, y.tail, y.bytes)
+            assert (x.n, x.window_len, x.bytes) == (y.n, y.window_len, y.bytes)
             assert all(torch.equal(s, t) for s, t in zip(x.dense(torch.float32), y.dense(torch.float32), strict=True))
-    for _ in strands.feed(*torch.randn(2, len(held), HEADS, q, DIM)):
+    for _ in layer.feed(*torch.randn(2, len(held), HEADS, q, DIM)):
         pass
-    again = DecodingLayer(strands.rows())
-    assert again.held.tolist() == strands.held.tolist()
+    again = DecodingLayer(layer.at_rest())
+    assert again.held.tolist() == layer.held.tolist()
     query = torch.randn(len(held), HEADS * GROUP, 20, DIM)
     new = torch.randn(2, len(held), HEADS, 20, DIM)
-    assert (again.attend(query, *new, RULE) - strands.attend(query, *new, RULE)).abs().max() < 1e-5
+    assert (again.attend(query, *new, RULE) - layer.attend(query, *new, RULE)).abs().max() < 1e-5
 
 
 def test_what_is_allocated_beyond_what_is_held_stays_bounded():
@@ -177,35 +177,35 @@ def test_what_is_allocated_beyond_what_is_held_stays_bounded():
         (row(120, Storage(8, 4, 32, 32, "per_head")),),
         (row(60, Storage(4, 16, 16, 16, "per_head"), Schedule(64, 8)),),
     ]
-    strands = DecodingLayer(rows)
-    tail = (32 + 32 + 32) * 2 * DIM * 4 * HEADS * len(rows)  # window, group and spare columns of K and V
+    layer = DecodingLayer(rows)
+    window = (32 + 32 + 32) * 2 * DIM * 4 * HEADS * len(rows)  # window, group and spare columns of K and V
     for _ in range(400):
-        for _ in strands.feed(*torch.randn(2, 3, HEADS, 1, DIM)):
+        for _ in layer.feed(*torch.randn(2, 3, HEADS, 1, DIM)):
             pass
-        banks = sum(b.nbytes for b in (*strands.k_banks, *strands.v_banks))
-        assert banks <= 1.125 * (strands.held.sum() + 3 * PADDING * 4)
-        assert strands.k_tail.nbytes + strands.v_tail.nbytes <= tail
-    assert strands.count(0) == [500, 500]
-    assert strands.allocated == sum(
+        stores = sum(b.nbytes for b in (*layer.k_stores, *layer.v_stores))
+        assert stores <= 1.125 * (layer.held.sum() + 3 * PADDING * 4)
+        assert layer.k_window.nbytes + layer.v_window.nbytes <= window
+    assert layer.count(0) == [500, 500]
+    assert layer.allocated == sum(
         t.untyped_storage().nbytes()
-        for t in [strands.k_tail, strands.v_tail, strands.hidden, strands.where]
-        + [x for b in (*strands.k_banks, *strands.v_banks) for x in (b.x, b.step, b.zero, b.scale_of, b.widened)]
-        + [p.positions for p in strands.parts]
+        for t in [layer.k_window, layer.v_window, layer.hidden, layer.where]
+        + [x for b in (*layer.k_stores, *layer.v_stores) for x in (b.x, b.step, b.zero, b.scale_of, b.widened)]
+        + [p.positions for p in layer.parts]
         if t is not None
     )
 
 
 def test_a_row_that_leaves_takes_its_padding_along():
-    """The shorter row of a bank, alone, holds no more slots than it uses, and computes what it did."""
+    """The shorter row of a store, alone, holds no more slots than it uses, and computes what it did."""
     for storage in (Storage(16, 16, 16, 16, "per_head"), Storage(8, 4, 16, 16, "per_head")):
         long, short = row(150, storage), row(90, storage)
-        strands = DecodingLayer([(long,), (short,)])
-        assert [len(b.strands) for b in strands.k_banks] == [2 * HEADS]
-        alone = strands.pick([1])
-        banks = sum(b.nbytes for b in (*alone.k_banks, *alone.v_banks))
-        assert banks == sum(b.nbytes for s in [DecodingLayer([(short,)])] for b in (*s.k_banks, *s.v_banks))
+        layer = DecodingLayer([(long,), (short,)])
+        assert [len(b.heads) for b in layer.k_stores] == [2 * HEADS]
+        alone = layer.pick([1])
+        stores = sum(b.nbytes for b in (*alone.k_stores, *alone.v_stores))
+        assert stores == sum(b.nbytes for s in [DecodingLayer([(short,)])] for b in (*s.k_stores, *s.v_stores))
         query, new = torch.randn(2, HEADS * GROUP, 4, DIM), torch.randn(2, 2, HEADS, 4, DIM)
-        both = strands.attend(query, *new, RULE)
+        both = layer.attend(query, *new, RULE)
         assert (alone.attend(query[1:], *new[:, 1:], RULE) - both[1:]).abs().max() < 1e-5
 
 
@@ -222,39 +222,41 @@ def test_buckets_hold_all_and_pad_little(sizes, limit):
 def test_queries_lie_in_memory_as_models_leave_them(store):
     """One query head per KV head, (B, T, H, d) turned to (B, H, T, d); and shapes that do not fit are refused."""
     torch.manual_seed(0)
-    one = LayerKV(*torch.randn(2, HEADS, 9, DIM), None, Storage(), seen=9, dtype=store)
-    strands, (query, keys, values) = DecodingLayer([(one,)]), torch.randn(3, 1, 4, HEADS, DIM).mT.mT.transpose(2, 3)
+    one = LayerKV(*torch.randn(2, HEADS, 9, DIM), None, Storage(), tokens_seen=9, dtype=store)
+    layer, (query, keys, values) = DecodingLayer([(one,)]), torch.randn(3, 1, 4, HEADS, DIM).mT.mT.transpose(2, 3)
     assert not query.is_contiguous()
-    twin = strands.fork()
-    ours = strands.attend(query, keys, values, RULE)
+    twin = layer.fork()
+    ours = layer.attend(query, keys, values, RULE)
     assert (ours - twin.attend(query.contiguous(), keys, values, RULE)).abs().max() < 1e-6
     with pytest.raises(ValueError, match="1 sequences of 2 heads of 16"):
-        strands.attend(query[..., :8], keys[..., :8], values[..., :8], RULE)
+        layer.attend(query[..., :8], keys[..., :8], values[..., :8], RULE)
 
 
 def test_rows_of_different_stores_are_refused():
     a = row(5, Storage())
-    b = LayerKV(*torch.randn(2, HEADS, 5, DIM), None, Storage(), seen=5, dtype=torch.bfloat16)
+    b = LayerKV(*torch.randn(2, HEADS, 5, DIM), None, Storage(), tokens_seen=5, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="stored alike"):
         DecodingLayer([(a,), (b,)])
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 16), (16, 4), (8, 4)])
 @pytest.mark.parametrize("n", [20, 32, 44, 64])
-def test_a_bank_of_one_row_holds_what_is_old_and_nothing_else(bits, n):
+def test_a_store_of_one_row_holds_what_is_old_and_nothing_else(bits, n):
     """Whether it takes over the row's tensors or copies them: no entry of the window, and no second copy."""
     keys, values = torch.randn(2, 2, n, 16)
-    row = LayerKV(keys, values, None, Storage(*bits, 32, 12 if min(bits) < 16 else 0), seen=n, dtype=torch.float32)
-    strands = DecodingLayer([(row,)])
-    old = n - row.tail if row.storage.quantised else n
-    for bank in (strands.k_banks[0], strands.v_banks[0]):
-        assert (bank.x[:, old:] == 0).all()
-        taken = bank.x.data_ptr() in {t.data_ptr() for t in row.tensors()}
-        if min(bits) == 16 or (old == bank.slots and bank.bits < 16):
+    row = LayerKV(
+        keys, values, None, Storage(*bits, 32, 12 if min(bits) < 16 else 0), tokens_seen=n, dtype=torch.float32
+    )
+    layer = DecodingLayer([(row,)])
+    old = n - row.window_len if row.storage.quantised else n
+    for store in (layer.k_stores[0], layer.v_stores[0]):
+        assert (store.x[:, old:] == 0).all()
+        taken = store.x.data_ptr() in {t.data_ptr() for t in row.tensors()}
+        if min(bits) == 16 or (old == store.slots and store.bits < 16):
             assert taken
     before = [t.clone() for t in row.tensors()]
     new = torch.randn(1, 2, 50, 16)
-    strands.attend(torch.randn(1, 2, 50, 16), new, new, AttentionRule(0.25, None))
+    layer.attend(torch.randn(1, 2, 50, 16), new, new, AttentionRule(0.25, None))
     assert all(torch.equal(a, b) for a, b in zip(before, row.tensors(), strict=True))
 
 
@@ -268,11 +270,11 @@ def test_what_was_evicted_leaves_no_trace():
         return torch.cat([torch.arange(keep - 10), torch.arange(keys.shape[1] - 10, keys.shape[1])])[None]
 
     row = LayerKV(
-        keys, values, torch.arange(64), storage, seen=64, dtype=torch.float32, choose=newest,
-        schedule=Schedule(cap=30, beta=4, overshoot="paper"),
+        keys, values, torch.arange(64), storage, tokens_seen=64, dtype=torch.float32, choose=newest,
+        schedule=Schedule(cap=30, beta=4, kind="periodic"),
     )  # fmt: skip
-    strands = DecodingLayer([(row,)])
+    layer = DecodingLayer([(row,)])
     for _ in range(12):
         new = torch.randn(1, 1, 1, 16)
-        out = strands.attend(torch.randn(1, 1, 1, 16), new, new, AttentionRule(0.25, None))
-    assert strands.count(0)[0] < 40 and out.isfinite().all()
+        out = layer.attend(torch.randn(1, 1, 1, 16), new, new, AttentionRule(0.25, None))
+    assert layer.count(0)[0] < 40 and out.isfinite().all()

@@ -60,8 +60,8 @@ SCHEDULES = st.sampled_from(
         Schedule(60, 12),
         Schedule(48, 24),
         Schedule(9, 4),
-        Schedule(40, 0, 5, "paper"),
-        Schedule(40, 0, 37, "paper"),
+        Schedule(40, 0, 5, "periodic"),
+        Schedule(40, 0, 37, "periodic"),
     ]
 )
 
@@ -87,7 +87,7 @@ def test_survivors_keep_their_codes(bits, form, schedule, kind, per_head, seed, 
     keys, values = (torch.randn(2, heads, n, DIM) * torch.rand(n, 1).exp()).bfloat16().float()
     row = LayerKV(
         keys, values, positions.expand(heads, -1) if per_head else positions, storage,
-        seen=2 * n, dtype=torch.bfloat16, schedule=schedule, choose=fates(seed, kind, per_head),
+        tokens_seen=2 * n, dtype=torch.bfloat16, schedule=schedule, choose=fates(seed, kind, per_head),
     )  # fmt: skip
     stored = storage.evicting(schedule.cap)
     assert row.storage == stored and row.bytes == layer_bytes(n, stored, heads, DIM)
@@ -106,22 +106,27 @@ def test_survivors_keep_their_codes(bits, form, schedule, kind, per_head, seed, 
         twin = layer.fork()
         ours = twin.attend(query, new[0], new[1], AttentionRule(0.3))
         for taken in layer.feed(new[0], new[1]):
-            ((held,),) = layer.rows()
+            ((held,),) = layer.at_rest()
             k, v = held.dense(torch.float32)
             at = held.true_positions().expand(heads, -1)
-            assert bool((at[:, 1:] > at[:, :-1]).all()) and int(at.max()) == held.seen - 1
+            assert bool((at[:, 1:] > at[:, :-1]).all()) and int(at.max()) == held.tokens_seen - 1
             for h in range(heads * GROUP):
                 for j in range(taken):
-                    seen = at[h // GROUP] <= held.seen - taken + j
+                    seen = at[h // GROUP] <= held.tokens_seen - taken + j
                     p = (k[h // GROUP, seen] @ query[0, h, done + j] * 0.3).softmax(0)
                     assert (ours[0, h, done + j] - p @ v[h // GROUP, seen]).abs().max() < 2e-4
             done += taken
-        ((held,),) = layer.rows()
-        ((same,),) = twin.rows()
+        ((held,),) = layer.at_rest()
+        ((same,),) = twin.at_rest()
         assert torch.equal(held.true_positions(), same.true_positions())
-        assert layer.held[0] == held.bytes == held.nbytes() == layer_bytes(held.n, held.storage, heads, DIM, held.tail)
+        assert (
+            layer.held[0]
+            == held.bytes
+            == held.nbytes()
+            == layer_bytes(held.n, held.storage, heads, DIM, held.window_len)
+        )
         peak = max(peak, int(layer.trace.max()))
-        again = DecodingLayer([(held,)]).rows()[0][0]
+        again = DecodingLayer([(held,)]).at_rest()[0][0]
         for a, b in zip(held.tensors(), again.tensors(), strict=True):
             assert torch.equal(a, b) or a is held.spare or (a.dtype is torch.uint8 and a.shape == b.shape)
         where = packed_positions(held)
@@ -145,7 +150,7 @@ def test_survivors_keep_their_codes(bits, form, schedule, kind, per_head, seed, 
                 k_known[key] = mine
     if counted:
         assert max(int(c.max()) for c in counted.values()) <= REQUANTISATIONS
-    if schedule.overshoot == "counted":
+    if schedule.kind == "strict":
         assert peak <= peak_layer_bytes(schedule.cap, schedule.reserve, stored, heads, DIM, start=n, new=total)
 
 
@@ -157,13 +162,13 @@ def test_predicted_peak_is_the_held_peak(schedule, bits, new):
     n, cap = schedule.cap - schedule.reserve, schedule.cap
     storage = Storage(*bits, 16, 8, "shared").evicting(cap)
     keys, values = torch.randn(2, 1, n, DIM)
-    layer = DecodingLayer([(LayerKV(keys, values, torch.arange(n), storage, seen=n, dtype=torch.bfloat16,
+    layer = DecodingLayer([(LayerKV(keys, values, torch.arange(n), storage, tokens_seen=n, dtype=torch.bfloat16,
                                     schedule=schedule, choose=fates(0, "any", False)),)])  # fmt: skip
     most = int(layer.held[0])
     for _ in range(16 * schedule.reserve * 2 + 70 if new is None else new):
         for _ in layer.feed(*torch.randn(2, 1, 1, 1, DIM)):
             pass
-        ((held,),) = layer.rows()
+        ((held,),) = layer.at_rest()
         assert held.nbytes() == layer.held[0]
         most = max(most, int(layer.held[0]))
     assert most == peak_layer_bytes(cap, schedule.reserve, storage, 1, DIM, new=new)
@@ -185,7 +190,7 @@ def test_errors_do_not_grow_with_evictions(bits):
     """128 evictions: V's error is that of packing once, K's at most 1.5 times, and no larger than after 16."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 1, HELD, 64)
-    row = LayerKV(keys, values, None, Storage(*bits, 64, 64, "shared"), seen=HELD, dtype=torch.bfloat16,
+    row = LayerKV(keys, values, None, Storage(*bits, 64, 64, "shared"), tokens_seen=HELD, dtype=torch.bfloat16,
                   schedule=Schedule(HELD, BETA, BETA), choose=survivors)  # fmt: skip
     layer = DecodingLayer([(row,)])
     k_once = quantise_k(keys, bits[0], 64).dequantise()
@@ -200,7 +205,7 @@ def test_errors_do_not_grow_with_evictions(bits):
         for _ in layer.feed(*torch.randn(2, 1, 1, 1, 64)):
             pass
         if (token + 1) in (BETA * 16, BETA * 128):
-            ((held,),) = layer.rows()
+            ((held,),) = layer.at_rest()
             k, v = held.dense(torch.float32)
             assert held.positions is not None
             at = torch.isin(held.positions, SURVIVORS.int())
@@ -220,14 +225,16 @@ def test_archive_bounds_the_error_of_what_lives_for_ever():
         rest = [i for i in range(len(positions)) if i not in set(old)]
         return torch.tensor(sorted(old + rest[len(rest) - (keep - len(old)) :]))[None]
 
-    row = LayerKV(keys, values, None, storage, seen=32, dtype=torch.bfloat16, schedule=Schedule(96, 16), choose=choose)
+    row = LayerKV(
+        keys, values, None, storage, tokens_seen=32, dtype=torch.bfloat16, schedule=Schedule(96, 16), choose=choose
+    )
     layer, truth = DecodingLayer([(row,)]), [keys[0]]
     for _ in range(4000):
         new = torch.randn(2, 1, 1, 1, DIM)
         truth.append(new[0, 0, 0])
         for _ in layer.feed(*new):
             pass
-    ((held,),) = layer.rows()
+    ((held,),) = layer.at_rest()
     assert held.widened is not None and held.sizes is not None
     assert int(held.widened.max()) <= 1 + WIDENINGS and int(held.widened.min()) >= 1 and int(held.sizes[0, 0]) > 16
     k, true = held.dense(torch.float32)[0][0], torch.cat(truth)
@@ -252,12 +259,13 @@ def test_groups_lie_in_whole_blocks(sizes, block):
 def test_scales_larger_than_what_packing_saves_are_refused():
     from moend.errors import UserError
 
-    row = LayerKV(*torch.randn(2, 1, 40, 16), None, Storage(8, 8, 16, 16, channels=1), seen=40, dtype=torch.bfloat16,
+    storage = Storage(8, 8, 16, 16, channels=1)
+    row = LayerKV(*torch.randn(2, 1, 40, 16), None, storage, tokens_seen=40, dtype=torch.bfloat16,
                   schedule=Schedule(44, 4), choose=fates(0, "young", False))  # fmt: skip
     layer = DecodingLayer([(row,)])
     with pytest.raises(UserError, match="share them among more"):
         for _ in layer.feed(*torch.randn(2, 1, 1, 30, 16)):
-            layer.rows()
+            layer.at_rest()
 
 
 @pytest.mark.slow

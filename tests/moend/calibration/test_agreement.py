@@ -43,7 +43,7 @@ def test_against_one_token_after_the_other(bits: int) -> None:
         with torch.no_grad():
             want = model(input_ids=ids[i : i + 1]).logits[0, 90:].argmax(-1)
         cache = bound.fork(prefill(model, ids[i : i + 1, :90]), window, rotary=None, scaling=[0.25] * 3)
-        assert all(x.storage.k_bits == bits for (x,) in cache.rows)
+        assert all(x.storage.k_bits == bits for (x,) in cache.layer_kv)
         said = [int(step(model, cache, ids[i : i + 1, 90 + t : 91 + t])[0, -1].argmax()) for t in range(window)]
         assert got[0, i].tolist() == [a == b for a, b in zip(said, want.tolist(), strict=True)]
     if bits == 16:

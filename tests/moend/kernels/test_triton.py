@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def row(n: int, heads: int, dim: int, storage: Storage) -> LayerKV:
     """A row of n random entries."""
     keys, values = torch.randn(2, heads, n, dim, device=DEVICE)
-    return LayerKV(keys, values, None, storage, seen=n, dtype=torch.float32)
+    return LayerKV(keys, values, None, storage, tokens_seen=n, dtype=torch.float32)
 
 
 def naive(held: tuple[LayerKV, ...], query: torch.Tensor, group: int) -> torch.Tensor:
@@ -73,13 +73,13 @@ def test_equals_attention_written_out(held, dim, group, new, split):
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "SPLIT", split)
-        strands = DecodingLayer(rows)
+        layer = DecodingLayer(rows)
         for _ in range(new):
             query = torch.randn(len(rows), heads * group, 1, dim, device=DEVICE)
-            for _ in strands.feed(*torch.randn(2, len(rows), heads, 1, dim, device=DEVICE)):
+            for _ in layer.feed(*torch.randn(2, len(rows), heads, 1, dim, device=DEVICE)):
                 flat = (query * dim**-0.5).reshape(len(rows) * heads, group, dim)
-                ours = kernel.decode(flat, strands.entries()).view(len(rows), heads * group, dim)
-                for i, parts in enumerate(strands.rows()):
+                ours = kernel.decode(flat, layer.entries()).view(len(rows), heads * group, dim)
+                for i, parts in enumerate(layer.at_rest()):
                     reference = naive(parts, query[i, :, 0] * dim**-0.5, group)
                     assert (ours[i] - reference).abs().max() < 1e-3
 
@@ -135,24 +135,24 @@ def test_compiles_for_every_pair_of_what_it_may_meet():
 
 def test_one_token_is_its_own_value():
     """Nothing but the new token: its value comes back."""
-    strands = DecodingLayer([(row(1, 2, 16, Storage()),)])
-    ((one,),) = strands.rows()
-    out = kernel.decode(torch.randn(2, 3, 16, device=DEVICE), strands.entries())
-    assert torch.allclose(out, one.v_tail.expand(2, 3, 16))
+    layer = DecodingLayer([(row(1, 2, 16, Storage()),)])
+    ((one,),) = layer.at_rest()
+    out = kernel.decode(torch.randn(2, 3, 16, device=DEVICE), layer.entries())
+    assert torch.allclose(out, one.v_window.expand(2, 3, 16))
 
 
 @pytest.mark.parametrize("mine", ["triton", "cpu"])
 def test_a_step_takes_the_kernel_where_it_may(mine, monkeypatch):
-    """Strands say which way a step goes, and both ways agree."""
+    """`path` says which way a step goes, and both ways agree."""
     monkeypatch.setattr(kernel, "CPU", mine == "triton")
     torch.manual_seed(1)
-    strands = DecodingLayer([(row(90, 2, 64, Storage(8, 4, 32, 32)),), (row(40, 2, 64, Storage()),)])
+    layer = DecodingLayer([(row(90, 2, 64, Storage(8, 4, 32, 32)),), (row(40, 2, 64, Storage()),)])
     if mine == "cpu" and not cpu.installed():
         mine = "torch"
-    assert path(strands) == ("triton" if DEVICE.type == "cuda" else mine)
+    assert path(layer) == ("triton" if DEVICE.type == "cuda" else mine)
     query, new = torch.randn(2, 6, 1, 64, device=DEVICE), torch.randn(2, 2, 2, 1, 64, device=DEVICE)
-    twin = strands.fork()
-    ours = strands.attend(query, *new, AttentionRule(0.125))
+    twin = layer.fork()
+    ours = layer.attend(query, *new, AttentionRule(0.125))
     for _ in twin.feed(*new):
-        for i, parts in enumerate(twin.rows()):
+        for i, parts in enumerate(twin.at_rest()):
             assert (ours[i, :, 0] - naive(parts, query[i, :, 0] * 0.125, 3)).abs().max() < 1e-3

@@ -105,7 +105,7 @@ def check(
     for n in feeds:
         ours.append(step(model, cache, ids[:, at : at + n]))
         at += n
-    for layer, (row,) in enumerate(cache.rows):
+    for layer, (row,) in enumerate(cache.layer_kv):
         positions = row.true_positions().expand(2, -1)
         assert [positions[h].tolist() for h in range(2)] == held[layer]
         assert row.bytes == row.nbytes()

@@ -65,7 +65,7 @@ def test_whole_method_against_explicit_softmaxes(name: str, feeds: list[int], cu
     cache, run = check(
         model, bound, ids, cut, feeds, lambda run, layer, h, held, keep: heavy(received(run, layer)[h], held, keep)
     )
-    for layer, (row,) in enumerate(cache.rows):
+    for layer, (row,) in enumerate(cache.layer_kv):
         assert row.accumulated is not None
         accumulated = received(run, layer).gather(1, row.true_positions().long().expand(2, -1))
         torch.testing.assert_close(row.accumulated, accumulated, atol=1e-4, rtol=1e-4)
@@ -78,5 +78,5 @@ def test_what_never_evicts_holds_no_mass() -> None:
     model, ids = tiny(), torch.randint(3, 97, (1, 30))
     bound = bind(method("H2O"), Budget.parse("1e6"), "matched", ARCH, t_ref=None, at="peak")
     cache = bound.fork(prefill(model, ids, observe=("accumulated",)), 8, rotary=None, scaling=[0.25] * 3)
-    assert all(row.accumulated is None for (row,) in cache.rows)
+    assert all(row.accumulated is None for (row,) in cache.layer_kv)
     assert cache.resident_bytes() == ARCH.full_bytes(30)

@@ -65,7 +65,7 @@ def test_whole_method(name: str, feeds: list[int], cut: int) -> None:
     ids = torch.randint(3, 97, (1, cut + 12), generator=torch.Generator().manual_seed(cut))
     bound = bind(method("TOVA"), Budget.parse(21), "matched", ARCH, t_ref=None, at="peak", store_dtype=torch.float32)
     cache, _ = check(model, bound, ids, cut, feeds, least_attended)
-    for (held,) in cache.rows:
+    for (held,) in cache.layer_kv:
         assert held.n == 19  # 21 x 128 bytes less a query of 4 heads (128 bytes) hold 19 entries of 128 + 4
         assert held.positions is not None and held.positions.ndim == 1
         assert held.queries is not None and held.queries.shape == (2, 2, 1, 16)
