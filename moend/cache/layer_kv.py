@@ -44,7 +44,7 @@ class Schedule:
     cap: int | None = None  # entries per KV head (None: compress the prompt only, and keep every new token)
     reserve: int = 0  # tokens to make room for at a time (strict)
     beta: int = 128  # new tokens between two evictions (periodic)
-    kind: Literal["strict", "periodic"] = "strict"
+    kind: Literal["strict", "periodic"] = "strict"  # never above cap, or above it for up to beta tokens
     reindex: Reindex | None = None  # StreamingLLM's positions, for 16-bit layers that keep sinks and the newest
 
 
@@ -63,7 +63,7 @@ class LayerKV:
 
     heads, n: KV heads H, and entries of each.
     window_len: entries per KV head in the residual window; where `sizes` is set, the most that a KV head may have.
-    k_packed: packed keys, one `Packed` per run of full groups. v_packed: packed values, or None.
+    k_packed: packed keys, oldest first; each `Packed` starts a new group. v_packed: packed values, or None.
     k_window, v_window (H, t, d): what is at 16 bit. A side at 16 bit holds all its entries here: t = n or window_len.
     positions (n,) or (H, n) int32: original positions; None where they are 0 ... n-1.
     storage: bits, groups and window. schedule, choose: when it evicts while decoding, and what picks what to keep.

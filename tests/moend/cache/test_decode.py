@@ -235,7 +235,7 @@ def test_queries_lie_in_memory_as_models_leave_them(store):
 def test_rows_of_different_stores_are_refused():
     a = row(5, Storage())
     b = LayerKV(*torch.randn(2, HEADS, 5, DIM), None, Storage(), tokens_seen=5, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="stored alike"):
+    with pytest.raises(ValueError, match="share one dtype"):
         DecodingLayer([(a,), (b,)])
 
 
