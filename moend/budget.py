@@ -24,17 +24,24 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Arch:
-    """The shape of a model's cache. `max_positions` is the longest context the model was made for."""
+    """The shape of a model's cache. `max_positions` is the longest context the model was made for.
+
+    windows: for each layer the newest positions that a query sees, itself included, or None where it sees all; None
+    instead of the tuple: no layer slides. Chunked layers count as layers that grow.
+    """
 
     layers: int
     q_heads: int
     kv_heads: int
     head_dim: int
     max_positions: int
+    windows: tuple[int | None, ...] | None = None
 
     def full_bytes(self, tokens: int) -> int:
-        """Bytes of `tokens` entries in every layer at 16 bit, without positions (none are stored where all is kept)."""
-        return self.layers * self.kv_heads * tokens * self.head_dim * 4
+        """Bytes at 16 bit, without positions, of `tokens` entries in every layer, or of its window where it slides."""
+        windows = self.windows or (None,) * self.layers
+        entries = sum(tokens if w is None else min(tokens, w) for w in windows)
+        return entries * self.kv_heads * self.head_dim * 4
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,34 @@ def peak_layer_bytes(
     until = cap - start if new is None and not storage.scales else new
     n, window_len = _course(start, cap, reserve, storage.window, storage.group, until, storage.scales > 0)
     return int(layer_bytes(n, storage, kv_heads, head_dim, window_len=window_len).max())
+
+
+def sliding(window: int) -> tuple[int, int]:
+    """Cap and reserve of a layer that holds its window while decoding: it lets go of an eighth of it at a time."""
+    spare = max(window // 8, 8)
+    return window + spare, spare
+
+
+def visible(tokens: int, window: int | None) -> int:
+    """How many of `tokens` entries the next query sees in a layer with this window; the newest one always stays."""
+    return tokens if window is None else max(min(tokens, window - 1), min(tokens, 1))
+
+
+def sliding_bytes(
+    n: int, new: int, window: int, storage: Storage, kv_heads: int, head_dim: int, after: Storage
+) -> tuple[int, int]:
+    """Bytes of a sliding layer that holds n entries, and the most until `new` more have come.
+
+    storage: how it is held up to its first eviction, after: from then on.
+    """
+    cap, reserve = sliding(window)
+    storage, after = storage.evicting(cap), after.evicting(cap)
+    new = min(new, cap - n + 2 * reserve * storage.group)  # what comes later repeats itself
+    entries, window_len = _course(n, cap, reserve, storage.window, storage.group, new, True)
+    held = layer_bytes(entries, storage, kv_heads, head_dim, window_len=window_len)
+    later = layer_bytes(entries, after, kv_heads, head_dim, window_len=window_len)
+    held = np.where(np.arange(len(entries)) > max(cap - n, 0), later, held)
+    return int(held[0]), int(held.max())
 
 
 @functools.lru_cache(maxsize=65536)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moend.budget import Arch, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
+from moend.budget import Arch, Storage, eq1_bytes, layer_bytes, peak_layer_bytes, sliding, sliding_bytes, visible
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,30 @@ class CostModel:
         return replace(self, arch=replace(self.arch, kv_heads=1))
 
     def layer_cost(self, cap: int, k_bits: int, v_bits: int) -> int:
-        """Bytes of one layer with this cap: eq. (1), or what it holds after the prompt, or the most until the end."""
+        """Bytes of one layer with this cap: eq. (1), or what it holds after the prompt, or the most until the end.
+
+        Where layers slide, the most that any of them holds.
+        """
+        most = self._growing(cap, k_bits, v_bits)
+        if self.cost == "eq1" or self.evicts or not self.arch.windows:
+            return most
+        slide = (w for w in set(self.arch.windows) if w is not None and min(cap, w - 1) + self.new > sliding(w)[0])
+        return max([most, *(self._sliding(min(cap, w - 1), w, self.storage(cap, k_bits, v_bits)) for w in slide)])
+
+    def window_cost(self, window: int, k_bits: int, v_bits: int) -> int:
+        """Bytes of a layer that holds all of its window, which is less than `reference`."""
+        entries = self.reference - self.new if self.exact else window
+        return self._sliding(entries, window, self.storage(self.reference, k_bits, v_bits).whole)
+
+    def _sliding(self, entries: int, window: int, storage: Storage) -> int:
+        after = replace(storage, positions="shared" if storage.positions == "none" else storage.positions)
+        n, heads, dim = visible(max(entries, 1), window), self.arch.kv_heads, self.arch.head_dim
+        if n + self.new <= sliding(window)[0]:  # it need not let go of anything
+            most = peak_layer_bytes(n + self.new, self.new, after, heads, dim)
+            return int(layer_bytes(n, after, heads, dim)) if self.at == "prompt" else most
+        return sliding_bytes(n, self.new, window, after, heads, dim, after)[self.at == "peak"]
+
+    def _growing(self, cap: int, k_bits: int, v_bits: int) -> int:
         heads, dim = self.arch.kv_heads, self.arch.head_dim
         if self.cost == "eq1":
             return eq1_bytes(cap, heads, dim, k_bits, v_bits)

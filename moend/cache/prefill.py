@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from moend.budget import Storage
+from moend.budget import Storage, sliding
 from moend.cache.compressed import CaptureLayer, CompressedCache
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule, gather, ragged
 from moend.cache.select import Selector
@@ -167,7 +167,8 @@ class LayerSpec:
     """What one layer of one sequence is to hold: `tokens` entries now, how they are stored, when it evicts later.
 
     heads: how many each KV head holds, where they differ; `tokens` then is only what was planned. storages: how each
-    head is stored, where that differs as well.
+    head is stored, where that differs as well. slides: whether a layer with a window and without a cap lets go of what
+    has left it while decoding; False where so little comes that it need not.
     """
 
     tokens: int
@@ -175,6 +176,7 @@ class LayerSpec:
     schedule: Schedule = PROMPT_ONLY
     heads: tuple[int, ...] | None = None
     storages: tuple[Storage, ...] | None = None
+    slides: bool = True
 
 
 def compress(
@@ -218,7 +220,7 @@ def compress(
             form = "per_head" if kept.shape[0] > 1 else "shared"
         storage, schedule = replace(spec.storage, positions=form), spec.schedule
         chooser = choose if choose.scorer.at_decode else None
-        if schedule.cap is None and rule is not None and rule.reach is not None:
+        if schedule.cap is None and spec.slides and rule is not None and rule.reach is not None:
             schedule, chooser = _slide(rule.reach, schedule), newest(index)
         layers.append(
             [
@@ -241,8 +243,8 @@ def compress(
 
 def _slide(reach: int, schedule: Schedule) -> Schedule:
     """How a layer whose queries see `reach` entries lets go of older ones: an eighth of them at a time."""
-    spare = max(reach // 8, 8)
-    return replace(schedule, cap=reach + spare, reserve=spare, kind="strict")
+    cap, spare = sliding(reach)
+    return replace(schedule, cap=cap, reserve=spare, kind="strict")
 
 
 def newest(layer: int) -> Selector:

@@ -101,4 +101,8 @@ def _look(model: Any) -> Shape:
             widths = f"{keys.shape[3]} and {values.shape[3]}"
             raise UserError(f"{name} is not supported: its keys and values have different widths ({widths})")
         rules.append(layer.rule)
+    windows = tuple(r.window if r.window is not None and r.window < arch.max_positions else None for r in rules)
+    if windows != (arch.windows or (None,) * arch.layers):
+        told = f"its config tells windows {arch.windows}, its layers have {windows}"
+        raise UserError(f"{name} is not supported: {told}")
     return Shape(arch, tuple(rules))

@@ -13,6 +13,9 @@ KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # layers w
 STATEFUL = ("mamba_d_state", "ssm_cfg", "state_size", "mamba_d_ssm", "ssm_state_size", "lru_width")
 
 
+UNUSED_WINDOW = ("moshi",)  # model types whose configs tell a window that their layers do not have
+
+
 def text_config(config: Any) -> Any:
     """The config of the decoder over text: the config itself, or a part of a multimodal one."""
     return config.get_text_config(decoder=True)
@@ -67,4 +70,14 @@ def arch_of(config: Any) -> Arch:
     head_dim = read("head_dim") or read("hidden_size") // heads
     if not isinstance(kv_heads, int) or not isinstance(head_dim, int):
         raise UserError(f"model type '{kind}' has layers of different widths or heads, which moend does not support")
-    return Arch(**values, kv_heads=kv_heads, head_dim=head_dim)
+    return Arch(**values, kv_heads=kv_heads, head_dim=head_dim, windows=_windows(config, values))
+
+
+def _windows(config: Any, values: dict[str, int]) -> tuple[int | None, ...] | None:
+    """The window of each layer by the config's own words; None where none is shorter than the longest context."""
+    width, used = getattr(config, "sliding_window", None), getattr(config, "use_sliding_window", True)
+    if not isinstance(width, int) or used is False or config.model_type in UNUSED_WINDOW:
+        return None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * values["layers"]
+    windows = tuple(width if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) and width < values["max_positions"] else None

@@ -12,7 +12,18 @@ import numpy.typing as npt
 import torch
 
 from moend.allocation import CostModel, Division, Task
-from moend.budget import Arch, Budget, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
+from moend.allocation.windows import allocate
+from moend.budget import (
+    Arch,
+    Budget,
+    Storage,
+    eq1_bytes,
+    layer_bytes,
+    peak_layer_bytes,
+    sliding,
+    sliding_bytes,
+    visible,
+)
 from moend.cache import CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
 from moend.errors import Blocked, Infeasible, UserError, unknown
@@ -152,7 +163,7 @@ class BoundMethod:
             artefact=self.artefact,
         )
         try:
-            made = allocator.plan(task)
+            made = allocate(allocator, task)
         except Infeasible as e:
             grows = ""
             if self.at == "peak" and not m.evicts and not m.keeps_all:
@@ -171,7 +182,7 @@ class BoundMethod:
                 left = max(reference - new, 1) if whole else self._after(held, new)
                 resident += int(layer_bytes(left, self._stored(part.tokens or 0, part, full=whole), count, dim))
                 eq1 += eq1_bytes(held, count, dim, part.k_bits, part.v_bits)
-        return RoutingPlan(
+        plan = RoutingPlan(
             model=self.model_id,
             revision=self.revision,
             t_ref=reference,
@@ -183,6 +194,11 @@ class BoundMethod:
             layers=tuple(map(_shares, layers)) if ratio else tuple(layers),
             predicted={"eq1_bytes": eq1, "resident_bytes": resident},
         )
+        if arch.windows is None:
+            return plan
+        tokens = max(reference - new, 1)
+        after, _ = self._held(self._specs(plan, tokens, new), tokens, new)
+        return replace(plan, predicted={"eq1_bytes": self._codes(plan, tokens, new), "resident_bytes": after})
 
     def _stored(self, cap: int, layer: LayerPlan, full: bool) -> Storage:
         storage = self.storage(cap, layer.k_bits, layer.v_bits)
@@ -202,7 +218,11 @@ class BoundMethod:
         if self.method.keeps_all and not self.method.quantises:
             return True
         room = self.budget.to_bytes(self.arch, tokens)
-        everything = self.budget == Budget("ratio", 1.0) or self.arch.full_bytes(tokens + new) <= room
+        if self.arch.windows is None:
+            needed = self.arch.full_bytes(tokens + new)
+        else:  # a layer that slides has positions, and some entries to spare
+            needed = self._held(self._everything(tokens, new), tokens, new)[1]
+        everything = self.budget == Budget("ratio", 1.0) or needed <= room
         return everything and not self.method.always_quantise
 
     @property
@@ -214,15 +234,35 @@ class BoundMethod:
     def specs(self, tokens: int, new: int) -> list[LayerSpec]:
         """What each layer holds of a prompt of `tokens`, with up to `new` tokens to come."""
         if self.fits(tokens, new):
-            return [LayerSpec(EVERYTHING, Storage())] * self.arch.layers
-        plan = self.plan(tokens, new)
+            return self._everything(tokens, new)
+        return self._specs(self.plan(tokens, new), tokens, new)
+
+    def _everything(self, tokens: int, new: int) -> list[LayerSpec]:
+        return self._sliding([LayerSpec(EVERYTHING, Storage())] * self.arch.layers, tokens, new)
+
+    @property
+    def _windows(self) -> Sequence[int | None]:
+        """The window of each layer, None where it sees all."""
+        return self.arch.windows or (None,) * self.arch.layers
+
+    def _sliding(self, specs: Sequence[LayerSpec], tokens: int, new: int) -> list[LayerSpec]:
+        """Specs in which a layer that holds its window to the end, whatever comes, does not slide."""
+        return [
+            s if w is None else replace(s, slides=min(s.tokens, visible(tokens, w)) + new > sliding(w)[0])
+            for s, w in zip(specs, self._windows, strict=True)
+        ]
+
+    def _specs(self, plan: RoutingPlan, tokens: int, new: int) -> list[LayerSpec]:
         specs = []
-        for layer in plan.layers:
+        for layer, window in zip(plan.layers, self._windows, strict=True):
             if layer.heads is not None:
                 specs.append(self._headed(layer.heads, tokens, new))
                 continue
             cap = self._cap(layer, tokens, new)
             storage = self.storage(cap, layer.k_bits, layer.v_bits)
+            if window is not None and window < plan.t_ref and layer.keep == 1:  # holds its window whole
+                specs.append(LayerSpec(EVERYTHING, storage.whole))
+                continue
             if self.method.evicts and self.at == "peak":
                 cap = self._growth(cap, tokens, new, storage)
             if self.method.keeps_all or cap >= tokens + (new if self.method.evicts else 0):
@@ -233,19 +273,31 @@ class BoundMethod:
                 kind: Literal["strict", "periodic"] = "strict" if self._bounded else "periodic"
                 schedule = Schedule(cap, self.reserve(cap, new), self._beta(cap), kind)
                 specs.append(LayerSpec(min(self._after(cap, new), tokens), storage, schedule))
-        return specs
+        return self._sliding(specs, tokens, new)
 
     def held(self, tokens: int, new: int) -> tuple[int, int]:
         """Bytes after a prompt of `tokens`, and the most until `new` more have come, by what is planned."""
+        return self._held(self.specs(tokens, new), tokens, new)
+
+    def _held(self, specs: Sequence[LayerSpec], tokens: int, new: int) -> tuple[int, int]:
         after = peak = 0
-        for spec in self.specs(tokens, new):
+        for spec, window in zip(specs, self._windows, strict=True):
             parts = [(spec.tokens, spec.storage, self.arch.kv_heads)]
             if spec.heads is not None:
                 parts = [(n, x, 1) for n, x in zip(spec.heads, spec.storages or (), strict=True)]
             for planned, storage, heads in parts:
-                n, s = min(planned, tokens), spec.schedule
+                seen = tokens if spec.heads is not None else visible(tokens, window)
+                n, s = min(planned, seen), spec.schedule
                 stored = storage.whole if planned >= tokens and s.cap is None else storage
                 now = replace(stored, positions="none") if n >= tokens else stored
+                if n < tokens and planned >= seen:  # nothing was chosen: what left the window went
+                    now = replace(stored, positions="shared")
+                if window is not None and s.cap is None and spec.slides and spec.heads is None:
+                    later = now if now.positions != "none" else replace(now, positions="shared")
+                    held = sliding_bytes(n, new, window, now, heads, self.arch.head_dim, later)
+                    after, peak = after + held[0], peak + held[1]
+                    continue
+                stored = now if s.cap is None else stored
                 after += int(layer_bytes(n, now, heads, self.arch.head_dim))
                 dim = self.arch.head_dim
                 if s.cap is None:
@@ -257,6 +309,15 @@ class BoundMethod:
                     grown = peak_layer_bytes(most, most - n, stored, heads, dim, start=n, new=most - n)
                 peak += max(grown, int(layer_bytes(n, now, heads, self.arch.head_dim)))
         return after, peak
+
+    def _codes(self, plan: RoutingPlan, tokens: int, new: int) -> int:
+        """Bytes of codes alone after a prompt of `tokens`, by eq. (1)."""
+        total = 0
+        for x, spec, window in zip(plan.layers, self._specs(plan, tokens, new), self._windows, strict=True):
+            counts = [(n, h) for n, h in zip(spec.heads or (), x.heads or (), strict=True)]
+            each = counts or [(min(spec.tokens, visible(tokens, window)), x)] * self.arch.kv_heads
+            total += sum(eq1_bytes(n, 1, self.arch.head_dim, y.k_bits, y.v_bits) for n, y in each)
+        return total
 
     def _cap(self, plan: LayerPlan, tokens: int, new: int) -> int:
         """Entries that a layer or a head may hold."""

@@ -61,7 +61,7 @@ class ModelSpec:
     wheel: str | None = None
     dtype: str = "auto"
     store_dtype: str = "half"
-    arch: dict[str, int] | None = None
+    arch: dict[str, Any] | None = None
     trust_remote_code: bool = False
     use_safetensors: bool = True
     device: str = "auto"
@@ -78,8 +78,8 @@ class ModelSpec:
             if getattr(self, field) not in allowed:
                 raise errors.unknown(f"model.{field}", str(getattr(self, field)), allowed)
         if self.arch is not None:
-            wanted = {f.name for f in dataclasses.fields(Arch)}
-            if set(self.arch) != wanted:
+            wanted = {f.name for f in dataclasses.fields(Arch)} - {"windows"}  # which are written where a layer slides
+            if set(self.arch) - {"windows"} != wanted:
                 raise UserError(f"model.arch needs exactly {sorted(wanted)}, got {sorted(self.arch)}")
         if self.source == "wheel" and not (self.gguf_file and self.sha256):
             raise UserError(f"model={self.name}: a wheel model needs gguf_file and sha256")
@@ -96,7 +96,11 @@ class ModelSpec:
     @property
     def pinned_arch(self) -> Arch | None:
         """The architecture written in the config, or None."""
-        return None if self.arch is None else Arch(**self.arch)
+        if self.arch is None:
+            return None
+        fields: dict[str, Any] = dict(self.arch)
+        windows = fields.pop("windows", None)
+        return Arch(**fields, windows=None if windows is None else tuple(windows))
 
     @property
     def label(self) -> str:
@@ -127,8 +131,8 @@ def spec(name: str, **changes: Any) -> ModelSpec:
 
 def compare(spec: ModelSpec, found: Arch) -> None:
     """Refuse an architecture that differs from the pinned one, field by field."""
-    pinned = spec.arch or {}
-    odd = [f"{k}: has {v}, needs {pinned[k]}" for k, v in dataclasses.asdict(found).items() if pinned.get(k, v) != v]
+    pinned = dataclasses.asdict(spec.pinned_arch or found)
+    odd = [f"{k}: has {v}, needs {pinned[k]}" for k, v in dataclasses.asdict(found).items() if pinned[k] != v]
     if odd:
         raise UserError(f"model '{spec.name}' ({spec.id}) differs from model.arch in its config: {'; '.join(odd)}")
 
