@@ -20,7 +20,7 @@ from moend.calibration import Artefact
 from moend.engine import rotations
 from moend.errors import UserError
 from moend.hf.probe import shape_of
-from moend.methods.bind import BoundMethod, Protocol, bind
+from moend.methods.bind import BoundMethod, Moment, Protocol, bind
 from moend.methods.spec import Method
 from moend.methods.spec import method as named
 from moend.plan import RoutingPlan
@@ -41,6 +41,7 @@ def compress(
     calibrate: bool | str = False,
     max_new_tokens: int | None = None,
     protocol: Protocol = "matched",
+    budget_at: Moment = "prompt",
     store_dtype: torch.dtype | None = None,
     seed: int = 0,
     tokenizer: Any = None,
@@ -69,6 +70,8 @@ def compress(
         max_new_tokens: the most tokens that will be generated. None means unknown: methods that evict while decoding
             then hold their caps up to the model's last position.
         protocol: "matched" (the same resident bytes for every method) or "paper" (MoE-nD's exchange rates).
+        budget_at: when the budget binds: "prompt" (after the prompt; methods that evict then hold up to `beta` entries
+            more between evictions, prompt-only methods what they generate) or "peak" (nobody holds more at any step).
         store_dtype: of 16-bit entries. None: the model's own dtype if it has 16 bits, else bfloat16.
         seed: of methods that draw.
         tokenizer: needed by KVZip and MoEZip, which have the model repeat the context, one prompt at a time.
@@ -96,6 +99,7 @@ def compress(
         shape.arch,
         t_ref=t_ref if isinstance(t_ref := chosen.make_allocator().t_ref, int) else None,
         artefacts=artefacts,
+        at=budget_at,
         store_dtype=store_dtype,
         given=plan,
     )

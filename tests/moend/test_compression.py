@@ -110,7 +110,13 @@ def test_a_given_plan_is_followed(loaded, example):
     handle = loaded.model.register_forward_hook(look, with_kwargs=True)
     try:
         with moend.compress(
-            loaded.model, "2d_hetero", 100, plan=plan, calibration=artefacts(loaded.arch), max_new_tokens=3
+            loaded.model,
+            "2d_hetero",
+            100,
+            plan=plan,
+            calibration=artefacts(loaded.arch),
+            max_new_tokens=3,
+            budget_at="peak",
         ):
             loaded.model.generate(ids, max_new_tokens=3, do_sample=False)
     finally:

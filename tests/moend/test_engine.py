@@ -68,7 +68,9 @@ def examples(loaded: Any) -> list[Rendered]:
     return [bench.render(s, loaded.tokenizer, loaded.arch, chat=False) for s in bench.samples()]
 
 
-def cell(loaded: Any, artefacts: Any, name: str, budget: object, *, dtype: Any = None, **fields: Any) -> BoundMethod:
+def cell(
+    loaded: Any, artefacts: Any, name: str, budget: object, *, dtype: Any = None, at: str = "prompt", **fields: Any
+) -> BoundMethod:
     return bind(
         method(name, **fields),
         Budget.parse(budget),
@@ -77,6 +79,7 @@ def cell(loaded: Any, artefacts: Any, name: str, budget: object, *, dtype: Any =
         t_ref=None,
         artefacts=artefacts,
         store_dtype=dtype or loaded.store_dtype,
+        at=at,
     )
 
 
@@ -160,9 +163,10 @@ def test_fused_equals_single(loaded, artefacts, examples, visible):
 @pytest.mark.parametrize("budget", ["12%", "30%", 60, "24KiB"])
 def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, name, budget):
     """Every sample is compressed; held bytes equal the plan's prediction, and `matched` binds where it must."""
-    bound = cell(loaded, artefacts, name, budget)
+    evicts = method(name).evicts
     arch = loaded.arch
-    for example in examples[:3]:
+    for example, at in zip(examples[:3], ("prompt", "peak" if evicts else "prompt", "prompt"), strict=True):
+        bound = cell(loaded, artefacts, name, budget, at=at)
         out = Engine(loaded).run(example, [Job(bound)])[0]
         cut = len(example.ids) - 1
         new = max(example.max_new_tokens, len(example.gold_ids))
@@ -178,7 +182,7 @@ def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, nam
                 predicted += int(layer_bytes(min(n, cut), storage.whole if n >= cut else storage, heads, arch.head_dim))
         assert out.resident_bytes == predicted <= total
         assert out.entries == [min(s.tokens, cut) for s in specs]
-        if bound.method.evicts:
+        if at == "peak":
             assert out.resident_bytes_peak <= total
         assert out.resident_bytes <= out.resident_bytes_peak
         assert out.full_bytes == arch.full_bytes(cut)
@@ -258,7 +262,7 @@ def test_given_text_is_scored_across_evictions(loaded, artefacts):
     base = bench.render(bench.samples()[0], loaded.tokenizer, loaded.arch, chat=False)
     example = dataclasses.replace(base, ids=base.ids[:120], gold_ids=base.ids[120:200], max_new_tokens=0)
     for name in (*FAMILY, "StreamingLLM"):
-        bound = cell(loaded, artefacts, name, 40)
+        bound = cell(loaded, artefacts, name, 40, at="peak")
         out = Engine(loaded).run(example, [Job(bound)])[0]
         assert out.new_tokens == 0 and out.answer_nll is not None
         assert out.resident_bytes_peak <= bound.budget.to_bytes(loaded.arch, 119)

@@ -49,9 +49,9 @@ def test_all_cells_share_one_pass_each_and_agree_with_cells_alone(loaded, exampl
         Replay, "observe", lambda self, p, names, *rest: (asked.append(set(names)), observe(self, p, names, *rest))[1]
     )
     cells = [
-        cell(loaded, name, budget, **fields)
+        cell(loaded, name, budget, scorer=scorer)
         for budget in ("20%", "40%")
-        for name, fields in (("KVZip", {}), ("KVZip_uniform", {}), ("MoEZip", {}), ("MoEZip", {"mode": "recon"}))
+        for name, scorer in (("KVZip", {}), ("KVZip_uniform", {}), ("MoEZip", {}), ("MoEZip", {"mode": "recon"}))
     ]
     together = Engine(loaded).run(example, [Job(c) for c in cells])
     assert asked == [{"reconstruction", "routing_query", "routing_recon"}]
@@ -118,7 +118,7 @@ def test_moezip_records_what_it_did(loaded, example):
     assert loose.diagnostics["anchors"] == 32
     assert 0 < loose.diagnostics["replaced"] < tight.diagnostics["replaced"] < 1
     assert 0 < loose.diagnostics["routing_flips"] < tight.diagnostics["routing_flips"] < 1
-    few = Engine(loaded).run(example, [Job(cell(loaded, "MoEZip", "12%", anchor_min=8))])[0]
+    few = Engine(loaded).run(example, [Job(cell(loaded, "MoEZip", "12%", scorer={"anchor_min": 8}))])[0]
     assert few.diagnostics["anchors"] == 8
     assert "note" not in few.diagnostics
 

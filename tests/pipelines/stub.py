@@ -13,6 +13,7 @@ import numpy as np
 
 from moend.budget import Budget
 from moend.errors import Infeasible
+from moend.version import ENGINE_VERSION
 from pipelines.planning import identity
 from pipelines.planning.facts import Facts
 from pipelines.planning.needs import CalibrationNeed
@@ -47,6 +48,7 @@ class Library:
                 "model": {"id": choices["model"]},
                 "benchmark": {**config.benchmark, "scorer_version": 1},
                 "method": 1,
+                "engine": ENGINE_VERSION,
             },
             calibrations=(CalibrationNeed("sensitivity", identity.key(needs), needs),) if calibrated else (),
             expected=tuple(("needle", f"s{i}") for i in range(self.n)),
