@@ -15,7 +15,7 @@ LOGITS = 2**24  # most logits computed at a time
 
 
 def path(held: Layout) -> str:
-    """The kernel path that computes a step of one token (`moend.kernels.path`)."""
+    """The kernel path that computes a step of one token (`moend.kernels.choose.path`)."""
     return kernels.path(held.k_window.device, fused=held.accumulated is None and not held.reindexed)
 
 

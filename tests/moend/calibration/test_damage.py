@@ -49,8 +49,10 @@ def compressed(key, value, query, scaling, config, sliding, scores=None):
         for g in range(group):
             for i in range(PREFIX - 4, PREFIX):
                 logits = key[h] @ query[h * group + g, i] * scaling
-                late = torch.arange(PREFIX) > i  # the score knows no sliding window, the choice does
-                score += logits.masked_fill(late, -torch.inf).softmax(0) / (4 * group)
+                unseen = torch.arange(PREFIX) > i
+                if sliding is not None:
+                    unseen |= torch.arange(PREFIX) < PREFIX - sliding + 1  # no query of the window sees them
+                score += logits.masked_fill(unseen, -torch.inf).softmax(0) / (4 * group)
         score[-4:] = 0
         score = F.avg_pool1d(score[None], 3, stride=1, padding=1)[0]
         score[-4:] = torch.tensor([2.0, 3.0, 4.0, 5.0])  # its window always stays

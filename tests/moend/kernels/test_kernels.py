@@ -114,11 +114,10 @@ def test_the_caller_may_change_logits():
 
 
 def test_without_numba_the_torch_path_runs(monkeypatch):
-    """And whoever wants gradients gets them."""
     cpu_device = torch.device("cpu")
     if cpu.installed():
         assert kernels.path(cpu_device, 3) == "cpu"
-    assert kernels.path(cpu_device, cpu.ROWS + 1) == kernels.path(cpu_device, gradients=True) == "torch"
+    assert kernels.path(cpu_device, cpu.ROWS + 1) == "torch"
     monkeypatch.setattr(cpu, "installed", lambda: False)
     assert kernels.path(cpu_device, 3) == "torch"
 

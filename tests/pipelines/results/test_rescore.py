@@ -174,7 +174,7 @@ def test_a_sweep_with_grids_draws_a_heatmap(runs: Runs, monkeypatch: pytest.Monk
         return draw(panels, path)
 
     monkeypatch.setattr(niah_heatmap, "draw", keep)
-    assert report.main([f"paths.store={runs.store}"]) == 0
+    assert report.main([f"paths.store={runs.store}", "figures=all"]) == 0
     assert set(drawn) == {f"niah_smollm2_135m_{asked}.png" for asked in ("visible", "unseen")}
     assert all((folder / name).stat().st_size > 5_000 for name in drawn)
     assert [title for title, _ in drawn["niah_smollm2_135m_unseen.png"]] == ["1d 512", "full"]
