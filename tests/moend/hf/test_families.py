@@ -11,6 +11,7 @@ import torch
 
 from moend.hf import attention as functions
 from moend.hf.attention import AttentionRule
+from moend.hf.probe import shape_of
 from tests.moend.hf import families
 
 ALWAYS = {
@@ -59,6 +60,7 @@ def test_no_family_is_silently_different(family: str) -> None:
 )
 def test_a_rule_that_is_left_out_shows(left_out: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build(family, families.names()[family])
+    shape_of(model)  # looked at now: a window that its config tells and its layers lack would be refused
 
     def without(*args: Any, **kwargs: Any) -> AttentionRule:
         return replace(AttentionRule(*args, **kwargs), **left_out)
