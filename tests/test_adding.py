@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
+import moend.allocation
 import moend.scoring
 from moend.benchmarks import benchmark, implementation
-from moend.errors import UserError
+from moend.errors import Infeasible, UserError
 from perf.report import build
 from pipelines import run
 from pipelines.reporting import figures
 from pipelines.results.sweep import Sweep, rows
 from pipelines.store.cells import Store
 from tests.moend.scoring import test_scorers
+from tests.moend.test_methods import bound
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
@@ -46,6 +48,7 @@ def test_the_text_has_the_files_it_speaks_of() -> None:
         "my_conf/benchmark/lookup.yaml",
         "my_conf/method/KeyNorm.yaml",
         "moend/scoring/keynorm.py",
+        "moend/allocation/front.py",
         "tests/moend/scoring/test_keynorm.py",
         "pipelines/reporting/figures/extraction.py",
     }
@@ -98,6 +101,24 @@ def test_the_scorer_and_the_method_run(
     assert run.main([*common, *store, "method=KeyNorm", "budget=50%"]) == 0
     assert "KeyNorm" in capsys.readouterr().out
     monkeypatch.delitem(sys.modules, "moend.scoring.keynorm")
+
+
+def test_the_allocator_meets_its_duties(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moend.allocation, "__path__", [*moend.allocation.__path__, str(written / "moend/allocation")])
+    for budget in ("10%", "30%", "400KiB"):
+        for bits in (16, 4):
+            for at in ("prompt", "peak"):
+                fields = {"allocator": {"name": "front", "more": 3}, "precision": {"k_bits": bits, "v_bits": bits}}
+                b = bound("Random", budget, t_ref=None, at=at, schedule="every", **fields)
+                first, *rest = [s.schedule.cap or s.tokens for s in b.specs(1000, 16)]
+                assert all(first > n for n in rest)
+                assert b.held(1000, 16)[at == "peak"] <= b.budget.to_bytes(b.arch, 1000)
+    with pytest.raises(Infeasible) as e:
+        bound("Random", "100B", t_ref=None, allocator="front").specs(1000, 16)
+    assert bound("Random", e.value.smallest, t_ref=None, allocator="front").specs(1000, 16)
+    with pytest.raises(UserError, match=r"Did you mean 'more'"):
+        bound("Random", "10%", allocator={"name": "front", "mor": 3})
+    monkeypatch.delitem(sys.modules, "moend.allocation.front")
 
 
 def test_mistakes_in_a_type_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

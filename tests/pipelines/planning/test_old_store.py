@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moend import version
+from moend.methods.spec import method, method_names
 from pipelines import report
 from pipelines.planning import planner
 from pipelines.planning.facts import Planner
@@ -57,6 +58,24 @@ def test_version_2_changed_quantised_cells_that_evict_while_decoding() -> None:
 
     assert not stands("every", 8) and not stands("every", "joint")
     assert stands("every", 16) and stands("prompt", 4) and stands(None, 16)
+
+
+def test_version_3_changed_what_the_changelog_says() -> None:
+    """By the golden records of both versions: what was made again differed for these methods and for no other."""
+    changed = {n for n in method_names() if version.CHANGED[3](method(n).settings)}
+    assert changed == {
+        *("1d", "2d_uniform", "2d", "2d_hetero", "ripple_2d", "ripple_2d_head", "KVTuner"),
+        *("H2O", "TOVA", "StreamingLLM", "Scissorhands", "RKV", "MiniKV"),
+    }
+    four = {"k_bits": 4, "v_bits": 4}
+    assert all(version.CHANGED[3](method(n, precision=four).settings) for n in ("SnapKV", "PyramidKV", "RippleKV"))
+    assert not version.CHANGED[3]({**method("full").settings, "schedule": None})  # as it stands in a key
+
+
+def test_the_cells_of_the_old_store_that_stand(store: Store) -> None:
+    found = {r.info["method"]: r for r in sweep.rows(store, store.read_manifest("latest"))}
+    assert found["SnapKV"].state == "done"  # 16 bit, compresses the prompt only: as it was
+    assert found["2d_uniform"].state.startswith("superseded: made by engine 1")
 
 
 def test_the_same_command_has_keys_of_its_own_now(store: Store) -> None:
