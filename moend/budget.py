@@ -204,6 +204,24 @@ def _course(
     return n, np.array(lengths)
 
 
+@functools.lru_cache(maxsize=4096)
+def overshooting_layer_bytes(
+    cap: int, beta: int, storage: Storage, kv_heads: int, head_dim: int, *, start: int, new: int
+) -> int:
+    """The most bytes a layer holds while it takes in `new` tokens and every `beta` of them is cut back to cap.
+
+    start: entries just after compression, at most cap.
+    """
+    at = np.arange(new + 1)
+    first = -(-(cap - start + 1) // beta) * beta  # the token of the first cut
+    n = np.where(at < first, start + at, cap + (at - first) % beta)
+    tail = [min(start, storage.window)]
+    for entries in n[1:].tolist():
+        t = min(tail[-1] + 1, entries)
+        tail.append(t - storage.group if t >= storage.window + storage.group else t)
+    return int(layer_bytes(n, storage, kv_heads, head_dim, window_len=np.array(tail)).max())
+
+
 def eq1_bytes(n: int | float, kv_heads: int, head_dim: int, k_bits: int, v_bits: int) -> int:
     """MoE-nD eq. (1) for one layer: n entries, codes only."""
     return round(n * kv_heads * head_dim * (k_bits + v_bits) / 8)

@@ -19,6 +19,7 @@ from moend.budget import (
     Storage,
     eq1_bytes,
     layer_bytes,
+    overshooting_layer_bytes,
     peak_layer_bytes,
     sliding,
     sliding_bytes,
@@ -305,8 +306,7 @@ class BoundMethod:
                 elif s.kind == "strict":
                     grown = peak_layer_bytes(s.cap, s.reserve, stored, heads, dim, start=n, new=new)
                 else:
-                    most = min(n + new, max(s.cap, n) + s.beta)
-                    grown = peak_layer_bytes(most, most - n, stored, heads, dim, start=n, new=most - n)
+                    grown = overshooting_layer_bytes(s.cap, s.beta, stored, heads, dim, start=n, new=new)
                 peak += max(grown, int(layer_bytes(n, now, heads, self.arch.head_dim)))
         return after, peak
 

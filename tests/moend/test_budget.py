@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moend.budget import Arch, Budget, Storage, eq1_bytes, layer_bytes, peak_layer_bytes
+from moend.budget import Arch, Budget, Storage, eq1_bytes, layer_bytes, overshooting_layer_bytes, peak_layer_bytes
 from moend.errors import UserError
 from moend.plan import LayerPlan, RoutingPlan
 
@@ -124,3 +124,26 @@ def test_foreign_plan_is_refused(text):
 def test_plan_file_is_plain_json():
     plan = RoutingPlan("m", "r", 8, "4t", "matched", "exact", None, None, (LayerPlan(0.5, 4),))
     assert json.loads(plan.to_json())["layers"][0]["k_bits"] == 16
+
+
+@given(
+    st.integers(1, 90),
+    st.integers(1, 40),
+    st.integers(0, 30),
+    st.integers(0, 150),
+    st.sampled_from([(16, 16), (8, 4), (2, 2)]),
+)
+def test_a_layer_that_is_cut_back_every_beta_tokens(cap, beta, short, new, bits):
+    """A token at a time: it comes, the layer is cut where beta have come, a group that left the window is packed."""
+    storage = Storage(*bits, group=32, window=8, positions="per_head").evicting(cap)
+    n = start = max(cap - short, 1)
+    tail = min(n, 8)
+    most = int(layer_bytes(n, storage, 2, 64, window_len=tail))
+    for token in range(1, new + 1):
+        n, tail = n + 1, tail + 1
+        if token % beta == 0 and n > cap:
+            n, tail = cap, min(tail, cap)
+        if tail - 8 >= 32:
+            tail -= 32
+        most = max(most, int(layer_bytes(n, storage, 2, 64, window_len=tail)))
+    assert overshooting_layer_bytes(cap, beta, storage, 2, 64, start=start, new=new) == most
