@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

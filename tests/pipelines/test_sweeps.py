@@ -8,7 +8,7 @@ import socket
 from collections import Counter
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from moend import paths
@@ -86,7 +86,7 @@ def test_no_budget_of_the_main_tables_is_out_of_reach(
 ) -> None:
     plan = plan_of(composed(name, capsys, *typed), cold)
     assert not plan.count("infeasible")
-    assert re.fullmatch(rf"{name}-[0-9a-f]{{6}}", plan.name) if typed else plan.name == name
+    assert re.fullmatch(rf"{name}-[0-9a-f]{{8}}", plan.name) if typed else plan.name == name
 
 
 def test_a_budget_is_met_only_by_shares_that_were_measured(cold: Path) -> None:
@@ -140,4 +140,4 @@ def test_names_follow_the_points(cold: Path) -> None:
     same = compose_points(["+sweep=moend_overhead", "generation.max_new_tokens=256"])
     assert name(same) == "moend_overhead"  # what was typed is what the file says
     for typed in ("budget=512", "budget=512,1024", "seed=1", "benchmark=niah,niah_multikey", "method=full"):
-        assert re.fullmatch("moend_overhead-[0-9a-f]{6}", name(compose_points(["+sweep=moend_overhead", typed])))
+        assert re.fullmatch("moend_overhead-[0-9a-f]{8}", name(compose_points(["+sweep=moend_overhead", typed])))
