@@ -290,15 +290,31 @@ class Damage(TableKind):
 
 
 def cut_of(found: Values, layer: int, plan: Values) -> dict[str, float]:
-    """What a plan's cut of a layer does by each kind of window, in nats; found: `Damage.figure`."""
-    columns = {c: i for i, c in enumerate(found["configs"])}
+    """What a plan's cut of a layer does by each kind of window, in nats; found: `Damage.figure`.
+
+    Between the shares that were measured at the plan's bits the damage is interpolated, as the allocator does.
+    """
     parts = plan.get("heads") or [plan]
-    chosen = [columns.get(Config(x["keep"], x["k_bits"], x["v_bits"])) for x in parts]  # None: all is kept
     out = {}
     for name, kind in found["kinds"].items():
         own = found["each"][name][layer] if plan.get("heads") else kind[layer][None]  # (parts, C)
-        out[name] = float(np.sum([own[h, c] for h, c in enumerate(chosen) if c is not None]))
+        out[name] = float(sum(_damage(found["configs"], own[h], x) for h, x in enumerate(parts)))
     return out
+
+
+def _damage(configs: Sequence[Config], measured: Any, cut: Values) -> float:
+    """The damage of one cut {keep, k_bits, v_bits}, from those of the measured configurations (C,)."""
+    keep, bits = cut["keep"], (cut["k_bits"], cut["v_bits"])
+    points = sorted((c.keep, float(measured[i])) for i, c in enumerate(configs) if (c.k_bits, c.v_bits) == bits)
+    if bits == (16, 16) and keep == 1.0:
+        return 0.0  # nothing is dropped or rounded
+    if bits == (16, 16) and (not points or points[-1][0] < 1.0):
+        points.append((1.0, 0.0))
+    if not points:
+        raise UserError(
+            f"the damage calibration measured nothing at K{bits[0]}/V{bits[1]}: set calibration.damage.configs"
+        )
+    return float(np.interp(keep, *zip(*points, strict=True)))
 
 
 KIND = Damage()

@@ -71,7 +71,7 @@ def test_heads_are_measured_shown_and_routed(tmp_path: Path, capsys: pytest.Capt
     assert other == 1.0 and one < 0.3  # one head of layer 2 does the retrieval
     planned = float(out.split("summed damage ")[1].split(",")[0])
     text, recall = (float(out.split("as planned: ")[1].split(f"{kind} ")[1].split()[0].strip(",")) for kind in KINDS)
-    assert text + recall == pytest.approx(planned, abs=2e-4)
+    assert text + recall == pytest.approx(planned, abs=1e-3)  # the objective lies between measured shares
 
     assert run.main([*store, "method=full,ripple_2d_head", "-m"]) == 0
     (result,) = (
