@@ -314,7 +314,8 @@ def _damage(configs: Sequence[Config], measured: Any, cut: Values) -> float:
         raise UserError(
             f"the damage calibration measured nothing at K{bits[0]}/V{bits[1]}: set calibration.damage.configs"
         )
-    return float(np.interp(keep, *zip(*points, strict=True)))
+    keeps, damages = zip(*points, strict=True)
+    return float(np.interp(keep, keeps, damages))
 
 
 KIND = Damage()
