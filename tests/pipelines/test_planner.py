@@ -44,7 +44,7 @@ def test_full_is_one_cell_whatever_would_be_cut(tmp_path: Path) -> None:
 
 
 def test_a_new_field_of_a_method_counts_for_full_too() -> None:
-    assert len(set(identity.CUTTING) & {f.name for f in dataclasses.fields(Method)}) >= 9
+    assert len(set(identity.CUTTING) & {f.name for f in dataclasses.fields(Method)}) >= 8
     assert not set(identity.CUTTING) & {"name", "version", "scorer", "allocator", "precision"}
     (point,) = compose_points(["method=full"])
 
