@@ -284,7 +284,7 @@ def failing(scene: Scene) -> None:
     assert ends["calibrate"].count("FAILED") == 1, ends
     assert set(ends["run"]) == {"CANCELLED"} and ends["report"] == ["COMPLETED"], ends
     code, out = scene.status()
-    assert code == 1 and "2 blocked" in out
+    assert code == 2 and "2 blocked" in out
     assert f"calibration sensitivity [{key}]: cannot write the calibration" in out
     table = (scene.store / "reports" / scene.sweep.folder.name / "table.csv").read_text()
     assert table.count("blocked: calibration sensitivity") == 2
