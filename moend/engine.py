@@ -21,10 +21,10 @@ from moend.budget import Arch, eq1_bytes
 from moend.cache import CompressedCache, LayerKV, Prefilled, attention_of, prefill
 from moend.decoding import GREEDY, Decoder, Generation, Job, Outcome, Row
 from moend.errors import UserError
+from moend.hf.config import text_config
 from moend.hf.probe import shape_of
 from moend.hf.rope import Rotary, rotary
 from moend.hf.routers import find
-from moend.hf.shape import text_config
 from moend.methods.bind import BoundMethod
 from moend.models.load import LoadedModel
 from moend.replay import OBSERVATIONS, RECONSTRUCTING, ROUTING, Replay, diagnose, routing_flips

@@ -21,5 +21,5 @@ def folder(name: str, *parts: str) -> Path:
 
 def calibration(key: str) -> Path | None:
     """The folder of the calibration with this key that comes with the package, or None."""
-    found = PACKAGE / "calibrations" / key
+    found = PACKAGE / "calibration" / "shipped" / key
     return found if (found / "artefact.json").is_file() else None

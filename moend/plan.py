@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moend.budget import BITS
 from moend.errors import UserError
+from moend.layer_bytes import BITS
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from moend.cache.prefill import LayerCapture, Prefilled
 from moend.cache.select import Selector
 from moend.errors import Infeasible, UserError
 from moend.hf.attention import AttentionRule, attention_of, causal
-from moend.hf.layers import CacheLayer
+from moend.hf.cache_layers import CacheLayer
+from moend.hf.config import cache_argument, decoder_of
 from moend.hf.rope import depends_on_length
 from moend.hf.routers import Routed, Routing
-from moend.hf.shape import cache_argument, decoder_of
 from moend.scoring.base import Scorer
 from moend.scoring.kvzip import attention_received
 from moend.scoring.moezip import MoEZip, Propagation, strongest_attention

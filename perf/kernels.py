@@ -101,9 +101,9 @@ def compile_case(case: Case, group: int = 64) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from moend.budget import v_group
     from moend.kernels import Entries
     from moend.kernels.triton import kernels, launch
+    from moend.layer_bytes import v_group
 
     dtype, d, slots = getattr(torch, case.dtype), case.head_dim, 2 * group
 

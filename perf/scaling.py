@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moend.budget import Arch, Storage, layer_bytes
+from moend.budget import Arch
+from moend.layer_bytes import Storage, layer_bytes
 
 
 @dataclass(frozen=True)

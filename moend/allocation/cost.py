@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moend.budget import Arch, Storage, eq1_bytes, layer_bytes, peak_layer_bytes, sliding, sliding_bytes, visible
+from moend.budget import Arch, eq1_bytes
+from moend.layer_bytes import Storage, layer_bytes, peak_layer_bytes, sliding, sliding_bytes, visible
 
 
 @dataclass(frozen=True)

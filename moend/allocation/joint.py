@@ -20,10 +20,10 @@ import numpy.typing as npt
 from moend.allocation.base import Allocation, Allocator, Task, choices, largest_that_fits
 from moend.allocation.cost import CostModel
 from moend.allocation.solver import SOLVERS, solve, solve_common
-from moend.budget import BITS
 from moend.calibration.artefact import Artefact
 from moend.calibration.sensitivity import EXTRA_KEEPS, Config, decode, table
 from moend.errors import Infeasible, UserError
+from moend.layer_bytes import BITS
 from moend.plan import LayerPlan
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from moend.cache.layer_kv import LayerKV, Reindex, Schedule, ragged
 from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, compress, prefill
 from moend.cache.select import Selector, select
 from moend.hf.attention import NAME, attention_of
-from moend.hf.shape import cache_argument
+from moend.hf.config import cache_argument
 
 __all__ = [
     "NAME",

@@ -17,7 +17,7 @@ from moend.cache.decode.stores import allocation
 from moend.cache.layer_kv import LayerKV
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule, causal, causal_and_accumulated
-from moend.hf.layers import CacheLayer, Running, Turn
+from moend.hf.cache_layers import CacheLayer, Running, Turn
 
 OBSERVATIONS = ("accumulated",)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moend.budget import Storage
 from moend.cache.packing import Packed, quantise_k, quantise_v
 from moend.errors import UserError
 from moend.hf.rope import Rotary
+from moend.layer_bytes import Storage
 
 
 @dataclass(frozen=True)

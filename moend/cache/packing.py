@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moend.budget import v_group
 from moend.errors import UserError
+from moend.layer_bytes import v_group
 
 # float16 has 11 significant bits: moving a value by 2^-10 of itself (or the smallest subnormal) before rounding to
 # nearest guarantees the side on which the rounded value lies.

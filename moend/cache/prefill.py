@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from moend.budget import Storage, sliding
 from moend.cache.compressed import CaptureLayer, CompressedCache
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule, gather, ragged
 from moend.cache.select import Selector
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule, attention_of
-from moend.hf.layers import Turn
+from moend.hf.cache_layers import Turn
+from moend.hf.config import cache_argument, decoder_of, text_config
 from moend.hf.probe import Shape
 from moend.hf.rope import depends_on_length
-from moend.hf.shape import cache_argument, decoder_of, text_config
+from moend.layer_bytes import Storage, sliding
 from moend.scoring import scorer
 
 LEFT_ONLY = "only left padding is supported: the attention mask must be 0 ... 0 1 ... 1 in every row"

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moend.budget import Storage
 from moend.cache import LayerSpec, Selector, attention_of, cache_argument, compress, prefill
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Examples, Kind, Target
+from moend.layer_bytes import Storage
 from moend.scoring import scorer
 
 BITS = (16, 8)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moend.budget import Arch, Storage
+from moend.budget import Arch
 from moend.cache import Prefilled, attention_of
 from moend.cache.layer_kv import LayerKV, gather
 from moend.cache.select import Selector
@@ -33,6 +33,7 @@ from moend.calibration.base import Bench, Examples, Report, Target, Values, choi
 from moend.calibration.rerun import Change, Evictor, Observe, reruns
 from moend.calibration.sensitivity import Config, TableKind, decode, encode, kept_tokens
 from moend.errors import UserError
+from moend.layer_bytes import Storage
 
 TOKENS = 2048  # of windows under way at once
 EDGE = 8  # a repeated passage keeps off the first and the last 1/8 of its prefix

@@ -40,7 +40,7 @@ from moend.calibration.sensitivity import (
 )
 from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule
-from moend.hf.layers import marked
+from moend.hf.cache_layers import marked
 from moend.hf.rope import Rotary, rotary
 from moend.scoring import Scorer
 

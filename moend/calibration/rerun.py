@@ -21,7 +21,7 @@ from moend.cache.select import Selector
 from moend.calibration.sensitivity import attention_blocks
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule
-from moend.hf.layers import marked
+from moend.hf.cache_layers import marked
 from moend.hf.rope import depends_on_length, rotary
 from moend.scoring import Scorer
 

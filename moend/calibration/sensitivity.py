@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from moend.budget import BITS, Arch
+from moend.budget import Arch
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled, prefill
 from moend.calibration.artefact import Artefact
@@ -29,6 +29,7 @@ from moend.calibration.base import Bench, Kind, Target
 from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule, accumulated_attention
 from moend.hf.rope import Rotary, rotary
+from moend.layer_bytes import BITS
 from moend.scoring import LayerView, Scorer
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)

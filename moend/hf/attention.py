@@ -110,7 +110,7 @@ class Visible:
 
 
 class Attends(Protocol):
-    """A cache layer that computes attention itself (`moend.hf.layers`)."""
+    """A cache layer that computes attention itself (`moend.hf.cache_layers`)."""
 
     def attend(self, query: Tensor, rule: AttentionRule) -> Tensor:
         """query (B, H_q, q, d) -> output (B, H_q, q, d)."""

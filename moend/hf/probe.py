@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache
 from moend.budget import Arch
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule, attention_of, causal
-from moend.hf.layers import CacheLayer, Turn
-from moend.hf.shape import arch_of, cache_argument, decoder_of
+from moend.hf.cache_layers import CacheLayer, Turn
+from moend.hf.config import arch_of, cache_argument, decoder_of
 
 
 @dataclass(frozen=True)

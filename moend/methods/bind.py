@@ -13,11 +13,13 @@ import torch
 
 from moend.allocation import CostModel, Division, Task
 from moend.allocation.windows import allocate
-from moend.budget import (
-    Arch,
-    Budget,
+from moend.budget import Arch, Budget, eq1_bytes
+from moend.cache import CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
+from moend.calibration.artefact import Artefact
+from moend.errors import Blocked, Infeasible, UserError, unknown
+from moend.hf.rope import Rotary
+from moend.layer_bytes import (
     Storage,
-    eq1_bytes,
     layer_bytes,
     overshooting_layer_bytes,
     peak_layer_bytes,
@@ -25,10 +27,6 @@ from moend.budget import (
     sliding_bytes,
     visible,
 )
-from moend.cache import CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
-from moend.calibration.artefact import Artefact
-from moend.errors import Blocked, Infeasible, UserError, unknown
-from moend.hf.rope import Rotary
 from moend.methods.spec import Method, from_fields, method, method_names
 from moend.plan import LayerPlan, RoutingPlan
 from moend.scoring import scorer

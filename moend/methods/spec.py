@@ -13,8 +13,8 @@ import yaml
 
 from moend import paths
 from moend.allocation import Allocator, allocator
-from moend.budget import BITS, Storage
 from moend.errors import UserError, unknown
+from moend.layer_bytes import BITS, Storage
 from moend.scoring import Scorer, scorer
 
 METHOD_FOLDERS = (paths.folder("conf", "method"),)

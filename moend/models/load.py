@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
-from moend.hf.shape import arch_of
+from moend.hf.config import arch_of
 from moend.models import hub, wheel
 from moend.models.spec import (
     ModelSpec,

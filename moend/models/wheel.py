@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moend.errors import Blocked, UserError
-from moend.hf.shape import arch_of
+from moend.hf.config import arch_of
 from moend.models.spec import ModelSpec, cache_errors, compare, file_hash, plain_errors, sha256, write
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moend.budget import Arch, Budget, Storage, eq1_bytes, layer_bytes, overshooting_layer_bytes, peak_layer_bytes
+from moend.budget import Arch, Budget, eq1_bytes
 from moend.errors import UserError
+from moend.layer_bytes import Storage, layer_bytes, overshooting_layer_bytes, peak_layer_bytes
 from moend.plan import LayerPlan, RoutingPlan
 
 ARCH = Arch(layers=30, q_heads=9, kv_heads=3, head_dim=64, max_positions=8192)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moend.budget import Budget, layer_bytes
+from moend.budget import Budget
 from moend.cache import LayerSpec
 from moend.errors import Infeasible, UserError
+from moend.layer_bytes import layer_bytes
 from moend.methods.bind import BoundMethod
 from moend.methods.spec import method, method_names
 from tests.bytes_table import PAGE, written

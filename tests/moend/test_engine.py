@@ -14,7 +14,7 @@ import torch
 
 from moend.benchmarks import benchmark
 from moend.benchmarks.base import Rendered, Sample
-from moend.budget import Budget, layer_bytes
+from moend.budget import Budget
 from moend.cache import LayerKV
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import DamageSettings
@@ -23,6 +23,7 @@ from moend.calibration.sensitivity import Config, encode, extend_lattice, lattic
 from moend.decoding import Decoder, Generation, Job, Outcome
 from moend.engine import Engine, stable_seed
 from moend.errors import UserError
+from moend.layer_bytes import layer_bytes
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import method, method_names
 from moend.models import load as models

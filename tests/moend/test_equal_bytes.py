@@ -78,7 +78,7 @@ def everything(name: str, shape: str) -> int:
     arch, tokens = SHAPES[shape]
     b = bound(name, shape, "100%")
     k_bits, v_bits = (int(b.method.precision[x]) for x in ("k_bits", "v_bits"))
-    from moend.budget import layer_bytes
+    from moend.layer_bytes import layer_bytes
 
     storage = b.storage(tokens + NEW, k_bits, v_bits).whole
     return arch.layers * int(layer_bytes(tokens, storage, arch.kv_heads, arch.head_dim))

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from moend.allocation import CostModel
 from moend.allocation.uniform import largest
-from moend.budget import Arch, Budget, layer_bytes, peak_layer_bytes
+from moend.budget import Arch, Budget
 from moend.cache import LayerCapture, Prefilled
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import DamageSettings
 from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattice, lattice
 from moend.errors import Blocked, Infeasible, UserError
 from moend.hf.rope import Rotary
+from moend.layer_bytes import layer_bytes, peak_layer_bytes
 from moend.methods.bind import BoundMethod, bind, reference_length
 from moend.methods.spec import Method, from_fields, method, method_names
 from moend.plan import RoutingPlan

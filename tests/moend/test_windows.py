@@ -18,8 +18,8 @@ from moend.calibration.artefact import identity
 from moend.engine import rotations
 from moend.errors import Infeasible, UserError
 from moend.hf.attention import attention_of
+from moend.hf.config import arch_of, cache_argument
 from moend.hf.probe import shape_of
-from moend.hf.shape import arch_of, cache_argument
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import method
 from moend.models.spec import ModelSpec, compare

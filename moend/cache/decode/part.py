@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moend.budget import Storage, v_group
 from moend.cache.layer_kv import Chooser, Schedule
+from moend.layer_bytes import Storage, v_group
 
 NEVER = 2**62  # a token that no layer reaches
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moend.budget import Storage, v_group
 from moend.cache.decode import groups
 from moend.cache.layer_kv import LayerKV
 from moend.cache.packing import Packed
+from moend.layer_bytes import Storage, v_group
 
 SPARE = 32  # free columns of a new residual window
 PADDING = 2**15  # numbers that a part may be padded by before its KV heads get a store of their own

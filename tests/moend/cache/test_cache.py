@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moend
-from moend.budget import Storage, layer_bytes
 from moend.cache import (
     CompressedCache,
     LayerKV,
@@ -28,6 +27,7 @@ from moend.cache import (
 from moend.cache.decode.eviction import DecodingLayer
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule, _fused, accumulated_attention, causal, causal_and_accumulated
+from moend.layer_bytes import Storage, layer_bytes
 from moend.scoring import LayerView
 from tests.tiny import ARCHITECTURES, tiny
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moend.budget import Storage
 from moend.cache.decode.eviction import DecodingLayer
 from moend.cache.decode.stores import PADDING, allocation, buckets
 from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule
 from moend.hf.attention import AttentionRule
+from moend.layer_bytes import Storage
 
 HEADS, GROUP, DIM, SEEN = 2, 3, 16, 200
 RULE = AttentionRule(0.3)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moend.budget import Storage, layer_bytes, peak_layer_bytes
 from moend.cache.decode.eviction import DecodingLayer
 from moend.cache.decode.groups import BLOCK, REQUANTISATIONS, WIDENINGS, lay_out
 from moend.cache.layer_kv import LayerKV, Schedule
 from moend.cache.packing import quantise_k, quantise_v, unpack
 from moend.hf.attention import AttentionRule
+from moend.layer_bytes import Storage, layer_bytes, peak_layer_bytes
 
 HEADS, GROUP, DIM = 2, 2, 16
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from moend.budget import Storage
 from moend.cache import prefill
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.calibration.artefact import Artefact
@@ -20,6 +19,7 @@ from moend.calibration.queries import TrigStatistics
 from moend.calibration.rerun import Evictor
 from moend.calibration.sensitivity import Config, decode
 from moend.errors import UserError
+from moend.layer_bytes import Storage
 from moend.replay import Replay, Request
 from moend.scoring import scorer
 from tests.tiny import tiny

@@ -28,10 +28,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moend.budget import Storage
 from moend.cache import LayerSpec, Selector, attention_of, cache_argument, compress, prefill
 from moend.errors import UserError
 from moend.hf.probe import shape_of
+from moend.layer_bytes import Storage
 from moend.scoring import LayerView
 from moend.scoring.base import Scorer
 
@@ -319,7 +319,7 @@ def judge(kind: str, name: str) -> Verdict:
         model = build(kind, name)
     except Exception as e:
         try:  # a config may say enough
-            from moend.hf.shape import arch_of
+            from moend.hf.config import arch_of
 
             arch_of(CONFIG_MAPPING[kind]())
         except UserError as refusal:

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 import moend
-from moend.budget import Storage
 from moend.cache import LayerSpec, Selector, attention_of, cache_argument, compress, prefill
 from moend.errors import UserError
-from moend.hf.layers import CacheLayer
+from moend.hf.cache_layers import CacheLayer
+from moend.hf.config import arch_of
 from moend.hf.probe import shape_of
-from moend.hf.shape import arch_of
+from moend.layer_bytes import Storage
 from moend.scoring import scorer
 from tests.moend.hf import families
 from tests.tiny import tiny

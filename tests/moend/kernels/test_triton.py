@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")  # tests/__init__.py has it interpret
 
-from moend.budget import Storage
 from moend.cache.decode.attend import path
 from moend.cache.decode.eviction import DecodingLayer
 from moend.cache.layer_kv import LayerKV
@@ -22,6 +21,7 @@ from moend.hf.attention import AttentionRule
 from moend.kernels import Held, cpu, reference
 from moend.kernels import path as path_of
 from moend.kernels.triton import launch as kernel
+from moend.layer_bytes import Storage
 from tests.moend.kernels.test_kernels import layers, store
 
 INTERPRETED = [8, 4, 2, torch.float32, torch.float16]  # the interpreter knows no bfloat16 products

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moend.budget import Arch, Budget, layer_bytes
+from moend.budget import Arch, Budget
 from moend.cache import prefill
+from moend.layer_bytes import layer_bytes
 from moend.methods.bind import bind
 from moend.methods.spec import method
 from moend.scoring import scorer
