@@ -78,6 +78,8 @@ class Benchmark(ABC):
     chat_template: "official" follows the benchmark's rule, "all" and "none" overrule it.
     reasoning: the protocol of models that think first (`generation=reasoning` sets it): the benchmark's own output
         limits times `reasoning_factor`, no stop strings, and a thought that was opened but never closed is no answer.
+    questions_per_context: how many questions share a context, its prefill and its compression (where a benchmark
+        `asks_several`). turns: they follow each other in one chat, each with what was asked and answered before.
     """
 
     name: str
@@ -91,9 +93,12 @@ class Benchmark(ABC):
     max_new_tokens: int | None = None
     chat_template: str = "official"
     reasoning: bool = False
+    questions_per_context: int = 1
+    turns: bool = False
 
     all_tasks: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["generate", "nll"]] = "generate"
+    asks_several: ClassVar[bool] = False  # whether several questions of one context are built
     unit: ClassVar[str] = "fraction"
     higher_is_better: ClassVar[bool] = True
     prompt_version: ClassVar[int] = 1
@@ -115,6 +120,14 @@ class Benchmark(ABC):
         for field in ("length", "rows", "limit", "max_new_tokens"):
             self._set(field, whole(f"benchmark.{field}", getattr(self, field), least=1, optional=True))
         self._set("seed", whole("benchmark.seed", self.seed, least=0))
+        several = whole("benchmark.questions_per_context", self.questions_per_context, least=1) or 1
+        self._set("questions_per_context", several)
+        if several > 1 and not self.asks_several:
+            raise UserError(f"benchmark.questions_per_context={several}: {self.type} asks one question of each context")
+        if not isinstance(self.turns, bool):
+            raise UserError(f"benchmark.turns={self.turns} must be true or false")
+        if self.turns and several == 1:
+            raise UserError("benchmark.turns=true needs benchmark.questions_per_context of at least 2")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.type == "str | None" and not isinstance(value, str | None):  # a folder called 2024 is typed '2024'

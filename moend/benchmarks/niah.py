@@ -43,6 +43,7 @@ class Niah(Benchmark):
 
     keys: needles in the text. haystack: "text" (which begins again, with a warning, where it is too short) or "noise".
     haystack_file: a UTF-8 text of the user's own.
+    phrasing: the words of needle and question; 0 has one sentence for all samples.
     """
 
     length: int | None = 1024
@@ -50,6 +51,7 @@ class Niah(Benchmark):
     keys: int = 1
     haystack: str = "text"
     haystack_file: str | None = None
+    phrasing: int = 0
 
     all_tasks: ClassVar[tuple[str, ...]] = ("niah",)
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "haystack_file")
@@ -64,6 +66,10 @@ class Niah(Benchmark):
         self._set("keys", whole("benchmark.keys", self.keys, least=1))
         if self.keys > len(WORDS):
             raise UserError(f"benchmark.keys={self.keys} is more than the {len(WORDS)} key words")
+        if self.phrasing != 0 or isinstance(self.phrasing, bool):
+            raise UserError(
+                f"benchmark.phrasing={self.phrasing}: this version has 0 only, one sentence for all samples"
+            )
         if self.haystack_file is not None and self.haystack != "text":
             raise UserError("benchmark.haystack_file needs benchmark.haystack=text")
 

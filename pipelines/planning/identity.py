@@ -7,13 +7,26 @@ added later counts by default: forgetting to think about it costs a recomputatio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from moend import version
 from pipelines.store.payload import canonical, differences, key, refuse_difference
 
-__all__ = ["canonical", "cell_payload", "differences", "group_payload", "key", "refuse_difference", "semantic"]
+__all__ = [
+    "canonical",
+    "cell_payload",
+    "differences",
+    "former",
+    "group_payload",
+    "key",
+    "refuse_difference",
+    "semantic",
+    "upgrade",
+]
 
-SCHEMA = 1
+SCHEMA = 2
+FIRST_ENGINE = 3  # payloads of earlier engines have other fields (no `budget_at`): no cell of today's is among them
 # Fields that change where, how fast or how visibly a cell runs, but not what it is.
 RUN_ONLY = frozenset(
     {
@@ -67,6 +80,8 @@ def cell_payload(
     generated and there is no question: no generation settings, no question mode.
     """
     payload = {"schema": SCHEMA, **semantic(config), "facts": facts, "calibrations": calibrations}
+    if payload["generation"]["thinking"] == "auto":  # nothing is said to the template
+        payload["generation"] = {**payload["generation"], "thinking": None}
     if is_full:
         method = {k: None if k in CUTTING else v for k, v in payload["method"].items()}
         payload |= {"budget": None, "budget_protocol": None, "budget_at": None, "method": method}
@@ -80,3 +95,57 @@ def group_payload(payload: dict[str, Any]) -> dict[str, Any]:
     apart = ("method", "budget", "budget_protocol", "budget_at", "calibrations")
     shared = {k: v for k, v in payload.items() if k not in apart}
     return {**shared, "facts": {k: v for k, v in payload["facts"].items() if k not in ("method", "scorer")}}
+
+
+def _added(payload: dict[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """The fields that schema 2 added to a payload: where each stands, and the value that schema 1 implied."""
+    added: list[tuple[tuple[str, ...], Any]] = [
+        (("facts", "benchmark", "questions_per_context"), 1),
+        (("facts", "benchmark", "turns"), False),
+    ]
+    if payload["facts"]["benchmark"].get("type") in ("niah", "niah_grid"):
+        added.append((("facts", "benchmark", "phrasing"), 0))
+    if payload["generation"] is not None:
+        added.append((("generation", "thinking"), None))
+    return added
+
+
+def upgrade(payload: dict[str, Any]) -> dict[str, Any]:
+    """A payload as this version writes it, for comparisons: what schema 1 implied is written out."""
+    if payload.get("schema") != 1:
+        return payload
+    for path, implied in _added(payload):
+        payload = _with(payload, path, implied)
+    return {**payload, "schema": SCHEMA}
+
+
+def former(payload: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """How the same cell was written before, the newest first: by engines whose numbers stand, and in schema 1.
+
+    A finished cell under the key of one of them is this cell, and is not computed again.
+    """
+    before: dict[str, Any] | None = {**payload, "schema": 1}
+    for path, implied in _added(payload):
+        before = None if before is None else _without(before, path, implied)
+    for engine in range(version.ENGINE_VERSION, FIRST_ENGINE - 1, -1):
+        if not version.numbers_stand(engine, payload["method"]):
+            return
+        for written in (payload, before):
+            if written is not None and (written is not payload or engine != payload["facts"]["engine"]):
+                yield {**written, "facts": {**written["facts"], "engine": engine}}
+
+
+def _with(node: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**node, first: _with(node[first], tuple(rest), value) if rest else value}
+
+
+def _without(node: dict[str, Any], path: tuple[str, ...], implied: Any) -> dict[str, Any] | None:
+    """The mapping without a field; None where the field has another value than the implied one."""
+    first, *rest = path
+    if rest:
+        inner = _without(node[first], tuple(rest), implied)
+        return None if inner is None else {**node, first: inner}
+    if first not in node or node[first] != implied or type(node[first]) is not type(implied):
+        return None
+    return {k: v for k, v in node.items() if k != first}

@@ -174,7 +174,7 @@ def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:
     folder = store.cell(key)
     if folder.folder.exists() and (have := folder.payload()) is not None:
         identity.refuse_difference(have.get("payload"), payload, str(folder.folder / "payload.json"))
-    if (result := folder.result()) is not None:
+    if (result := folder.result()) is not None or (result := _computed_before(cell, store)) is not None:
         cell.state, cell.commit = "done", result.get("commit")
     elif facts.infeasible:
         cell.state, cell.reason = "infeasible", facts.infeasible
@@ -187,6 +187,17 @@ def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:
         except CorruptRecords as e:  # a person has to look at that file; the other cells can go on
             cell.state, cell.reason = "failed", str(e)
     return cell
+
+
+def _computed_before(cell: Cell, store: Store) -> dict[str, Any] | None:
+    """The result of the same cell in an earlier form (`identity.former`), whose key and payload it takes over."""
+    if store.cell(cell.key).folder.exists() or not (store.root / "cells").is_dir():
+        return None
+    for payload in identity.former(cell.payload):
+        if (result := store.cell(key := identity.key(payload)).result()) is not None:
+            cell.payload, cell.key = payload, key
+            return result
+    return None
 
 
 RUN_ONLY_OVERRIDES = (

@@ -20,13 +20,31 @@ class _Strict(BaseModel):
 
 
 class GenerationConfig(_Strict):
-    """How answers are drawn. max_new_tokens null: the benchmark's own limit. reasoning: the model thinks first."""
+    """How answers are drawn.
+
+    max_new_tokens: null is the benchmark's own limit. reasoning: the protocol of models that think first.
+    thinking: whether the prompt asks the model to think; auto leaves the chat template's own default.
+    """
 
     max_new_tokens: int | None = Field(ge=1)
     temperature: float = Field(ge=0, le=100)
     top_p: float = Field(gt=0, le=1)
     samples: int = Field(ge=1)
     reasoning: bool
+    thinking: Literal["auto", "on", "off"]
+
+    @field_validator("thinking", mode="before")
+    @classmethod
+    def _words(cls, value: object) -> object:
+        """YAML reads `on` and `off` as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @field_validator("thinking", mode="after")
+    @classmethod
+    def _template(cls, value: str) -> str:
+        if value != "auto":
+            raise ValueError("can only be auto (the chat template's own default) in this version")
+        return value
 
 
 class EngineConfig(_Strict):

@@ -13,7 +13,7 @@ from typing import Any
 from moend.errors import Blocked
 from moend.version import ENGINE_VERSION, numbers_stand
 from pipelines.cli.terminal import budget, question
-from pipelines.planning.identity import differences
+from pipelines.planning.identity import differences, upgrade
 from pipelines.results.deltas import Delta, Scored, deltas
 from pipelines.store.cells import Store
 from pipelines.store.files import read_json
@@ -80,7 +80,7 @@ def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
             state = f"{cell['state']}: {cell['reason']}"
         else:
             state = f"incomplete: {len(folder.done())} of {cell['info']['n_expected']} records"
-        out.append(Row(cell["key"], cell["info"], cell["payload"], state, result))
+        out.append(Row(cell["key"], cell["info"], upgrade(cell["payload"]), state, result))
     return _variants(out)
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moend import version
 from moend.methods.spec import method, method_names
 from pipelines import report
-from pipelines.planning import planner
+from pipelines.planning import identity, planner
 from pipelines.planning.facts import Planner
 from pipelines.results import load, sweep
+from pipelines.results.aggregate import aggregate
 from pipelines.store.cells import Store
-from tests.pipelines.conftest import compose_points
+from tests.pipelines import stub
+from tests.pipelines.conftest import Runs, compose_points
 
 OLD = Path(__file__).parents[2] / "fixtures" / "store_engine_1"
 COMMAND = [
@@ -86,3 +89,85 @@ def test_the_same_command_has_keys_of_its_own_now(store: Store) -> None:
         assert cell.payload["facts"]["engine"] >= 1
         assert cell.payload["model"]["dtype"] == "float32"
         assert '"auto"' not in json.dumps(cell.payload["model"])
+
+
+# Payloads of schema 1: the fields that came with schema 2 have the value they had implicitly
+
+
+def _finish(store: Store, cell: planner.Cell, payload: dict[str, Any]) -> str:
+    """The stub's finished cell under the key of another payload."""
+    folder = store.cell(identity.key(payload))
+    folder.create(payload, cell.info)
+    with folder.shard() as shard:
+        for task, id, draw in cell.expected:
+            shard.append(stub.record(cell.facts, cell.key, cell.payload["budget"], task, id, draw))
+    described = {"key": folder.key, "payload": payload, "info": cell.info}
+    assert folder.finish(cell.expected, lambda records: aggregate(described, records))
+    return folder.key
+
+
+def _plan(store: Store, *args: str) -> list[planner.Cell]:
+    library: Any = stub.Library()
+    return planner.make_plan(compose_points([f"paths.store={store.root}", "tracking=none", *args]), library).cells
+
+
+def test_upgrade_and_former_are_inverse(tmp_path: Path) -> None:
+    for args in (["benchmark=niah"], ["benchmark=recall"], ["benchmark=continuation"]):
+        (cell,) = _plan(Store(tmp_path), "method=1d", *args)
+        (before,) = [p for p in identity.former(cell.payload) if p["facts"]["engine"] == version.ENGINE_VERSION]
+        assert before["schema"] == 1
+        assert "phrasing" not in before["facts"]["benchmark"] and "turns" not in before["facts"]["benchmark"]
+        assert identity.upgrade(before) == cell.payload
+        assert identity.upgrade(cell.payload) is cell.payload
+
+
+def test_finished_cells_are_not_computed_again_because_fields_were_added(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    (new,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    old = next(p for p in identity.former(new.payload) if p["schema"] == 1)
+    key = _finish(store, new, old)
+    (found,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    assert (found.state, found.key, found.payload) == ("done", key, old) and key != new.key
+    (other,) = _plan(store, "method=SnapKV", "benchmark=niah", "generation.max_new_tokens=9")
+    assert other.state == "run"
+
+
+def test_a_field_with_another_value_is_another_cell(tmp_path: Path) -> None:
+    (cell,) = _plan(Store(tmp_path), "method=SnapKV", "benchmark=niah")
+    for path, value in {("facts", "benchmark", "turns"): True, ("generation", "thinking"): "off"}.items():
+        changed = identity._with(cell.payload, path, value)
+        assert not [p for p in identity.former(changed) if p["schema"] == 1]
+
+
+def test_cells_of_an_earlier_engine_stay_where_their_numbers_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = Store(tmp_path), version.ENGINE_VERSION
+    (new,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    key = _finish(store, new, new.payload)
+    for module in (version, stub):
+        monkeypatch.setattr(module, "ENGINE_VERSION", now + 1)
+    monkeypatch.setattr(version, "CHANGED", {**version.CHANGED, now + 1: lambda method: method["name"] == "1d"})
+    (found,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    assert (found.state, found.key) == ("done", key)
+    monkeypatch.setattr(version, "CHANGED", {**version.CHANGED, now + 1: lambda method: method["name"] == "SnapKV"})
+    (found,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    assert found.state == "run" and found.key != key
+
+
+def test_superseded_cells_are_never_averaged_with_new_ones(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same two cells by two engines, of which the second gives one of them other numbers, in one store."""
+    args = ("method=1d,SnapKV", "budget=10%", "benchmark=niah", "-m")
+    assert runs(*args) == 0
+    now = version.ENGINE_VERSION
+    for module in (version, stub, sweep):
+        monkeypatch.setattr(module, "ENGINE_VERSION", now + 1)
+    monkeypatch.setattr(version, "CHANGED", {**version.CHANGED, now + 1: lambda method: method["name"] == "1d"})
+    before = runs.library.prefills
+    assert runs(*args) == 0
+    assert runs.library.prefills - before == runs.library.n  # one cell was computed again, the other was there
+    found = load(runs.store)
+    states = found.cells.groupby("method").state.apply(lambda s: sorted(x.partition(":")[0] for x in s)).to_dict()
+    assert states == {"1d": ["done", "superseded"], "SnapKV": ["done"]}
+    assert len(found.records) == 2 * runs.library.n  # none of the superseded cell
+    assert len(found.differences) == 1
