@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Outcome:
     finish_reason: str = "length"  # eos, stop or length
     prompt_tokens: int = 0
     compressed_tokens: int = 0  # the first so many of them were compressed
+    fed_tokens: int = 0  # the most that could be fed after them: what a budget at its peak was made for
     new_tokens: int = 0
     compressed: bool = False  # whether anything was dropped or quantised
     resident_bytes: int = 0  # after the prompt was compressed
@@ -81,7 +82,13 @@ class Row:
     job: Job
     out: Outcome
     cache: CompressedCache | None  # what its method kept of the prompt, until the row joins a batch
-    generator: torch.Generator | None  # None: greedy
+    base: Outcome  # what is known before any answer
+    generator: torch.Generator | None = None  # None: greedy
+    said: Sequence[int] = ()  # the answer of the turn before
+
+    def next(self) -> Row:
+        """The row of the next turn, on the same cache."""
+        return Row(self.job, replace(self.base, token_ids=[]), self.cache, self.base, said=self.out.token_ids)
 
 
 def finish(batch: Sequence[Row], cache: CompressedCache, slots: Sequence[int]) -> None:
@@ -93,7 +100,7 @@ def finish(batch: Sequence[Row], cache: CompressedCache, slots: Sequence[int]) -
 
 
 class Decoder:
-    """Feeds a batch of compressed caches: the rest of the prompt, the gold text, then what the model answers.
+    """Feeds a batch of compressed caches: what follows of the prompt, the gold text, then what the model answers.
 
     chunk: tokens per forward pass, those of all rows together. eos: ids that end an answer.
     """
@@ -106,17 +113,19 @@ class Decoder:
     def answer(
         self,
         batch: list[Row],
+        feeds: Sequence[Sequence[int]],
         rendered: Rendered,
-        cut: int,
         limit: int,
         generation: Generation,
+        *,
+        keep: bool = False,
     ) -> int:
-        """Feed what follows the first `cut` tokens of the prompt, score the gold text, generate up to `limit` tokens.
+        """Feed each row its tokens (equally many), score the gold text, generate up to `limit` tokens.
 
-        Returns the most bytes allocated for caches.
+        keep: leave each row the cache that its answer ends with. Returns the most bytes allocated for caches.
         """
         begin = time.perf_counter()
-        rest, gold = list(rendered.ids[cut:]), list(rendered.gold_ids)
+        rest, gold = torch.tensor(feeds, device=self.device), list(rendered.gold_ids)
         cache = CompressedCache.join([s.cache for s in batch if s.cache is not None])
         for s in batch:
             s.cache = None
@@ -145,6 +154,9 @@ class Decoder:
                 most = max(most, cache.allocated_bytes())
                 done = sorted(set(range(len(live))) - set(going))
                 finish([batch[live[slot]] for slot in done], cache, done)
+                if keep:
+                    for slot in done:
+                        batch[live[slot]].cache = cache.take([slot])
                 live = [live[slot] for slot in going]
                 if not live:
                     break
@@ -154,6 +166,9 @@ class Decoder:
         if not limit:
             most = max(most, cache.allocated_bytes())
             finish(batch, cache, range(len(batch)))
+            if keep:
+                for slot, s in enumerate(batch):
+                    s.cache = cache.take([slot])
         seconds = time.perf_counter() - begin
         for s in batch:
             s.out.new_tokens, s.out.fused_rows = len(s.out.token_ids), len(batch)
@@ -163,23 +178,32 @@ class Decoder:
                 s.out.text = s.out.text.split(stop)[0] if stop in s.out.text else s.out.text
         return most
 
+    def pending(self, row: Row, turn: Rendered) -> list[int]:
+        """What a row's answer of the turn before leaves to be fed: its last token.
+
+        An end token is left out, as the words between two turns begin with the template's own; but not where the
+        benchmark's answers end with one.
+        """
+        last = list(row.said[-1:])
+        return [] if self.eos.issuperset(last) and not self.eos.intersection(turn.gold_ids[-1:]) else last
+
     def _feed(
         self,
         cache: CompressedCache,
-        tokens: list[int],
+        tokens: Tensor,
         batch: list[Row],
         *,
         count: bool = True,
         last: bool = False,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Feed the same tokens to all rows, piece by piece: (offset in tokens, logits (rows, q, V)).
+        """Feed tokens (rows, T), or (1, T) for all rows, piece by piece: (offset in tokens, logits (rows, q, V)).
 
         A piece has `chunk` tokens in all. count: whether the bytes held meanwhile count for their cells. last: only the
         logits of each piece's last token are wanted.
         """
         size = max(self.chunk // len(batch), 1)
-        for start in range(0, len(tokens), size):
-            ids = torch.tensor([tokens[start : start + size]], device=self.device).expand(len(batch), -1)
+        for start in range(0, tokens.shape[1], size):
+            ids = tokens[:, start : start + size].expand(len(batch), -1)
             yield start, self._forward(cache, batch if count else [], ids, last=last)
 
     def _forward(self, cache: CompressedCache, batch: Sequence[Row], ids: Tensor, *, last: bool = False) -> Tensor:
@@ -206,7 +230,7 @@ class Decoder:
             hits.add_((logits.argmax(-1) == wanted).sum(1).cpu())
 
         add(first[:, None], 0)
-        for start, logits in self._feed(cache, gold[:-1], batch, count=count):
+        for start, logits in self._feed(cache, target[None, :-1].to(self.device), batch, count=count):
             add(logits, start + 1)
         for s, nll, hit in zip(batch, loss.tolist(), hits.tolist(), strict=True):
             s.out.answer_nll, s.out.token_accuracy = nll / len(gold), hit / len(gold)

@@ -68,7 +68,8 @@ class _Compressed:
         """A row that answers one question. Only the last one may take the cache itself."""
         assert self.cache is not None
         diagnostics = {**self.out.diagnostics, **self.told[question]}
-        row = Row(self.job, replace(self.out, token_ids=[], diagnostics=diagnostics), self.cache, None)
+        base = replace(self.out, diagnostics=diagnostics)
+        row = Row(self.job, replace(base, token_ids=[]), self.cache, base)
         if last:
             self.cache = None  # it lives as long as the row
         else:
@@ -132,15 +133,18 @@ class Engine:
         question_visible: bool = True,
         seed: int = 0,
         positions: bool = False,
+        turns: bool = False,
     ) -> list[list[Outcome]]:
         """Outcomes of `jobs` for each of several prompts that share a context, from one prefill and one compression.
 
         Every cell compresses once and forks its cache for each question, so no question knows of another. question_
         visible: False compresses the context alone, which all prompts must begin with; True compresses the first
         prompt with its question (all but its last token), and all others must begin with what was compressed.
+        turns: the questions follow each other in one chat: each sees what was asked and answered before, on the same
+        cache. The ids of a later prompt are then what the conversation goes on with after an answer.
         seed: of methods that draw and of sampling. positions: also record which entries were kept.
         """
-        cut, new = self._lengths(prompts, generation, question_visible)
+        cut, new = self._lengths(prompts, generation, question_visible, turns)
         first = prompts[0]
         ids = list(first.ids)
         with attention_of(self.model):
@@ -150,24 +154,56 @@ class Engine:
             prefill_bytes = sum(
                 t.nbytes for x in prefilled.layers for t in (x.keys, x.values, x.queries) if t is not None
             )
-            batches = self._batches(self._fork(prefilled, jobs, prompts, new, seed, positions))
+            judged = prompts[:1] if turns else prompts  # a later turn has no prompt of its own to route
+            batches = self._batches(self._fork(prefilled, jobs, judged, new, seed, positions))
             del prefilled  # it goes with the last fork
             answers: list[list[Outcome]] = [[] for _ in prompts]
             most = 0
             for batch in batches:
+                rows: list[Row] = []
                 for q, prompt in enumerate(prompts):
-                    rows = [s.ask(q, last=q + 1 == len(prompts)) for s in batch]
+                    if turns and q:
+                        rows = [row.next() for row in rows]
+                    else:
+                        rows = [s.ask(q, last=turns or q + 1 == len(prompts)) for s in batch]
                     for row in rows:
                         row.generator = generation.generator(stable_seed(seed, prompt.sample.id, row.job.draw))
-                    limit = self._limit(prompt, generation)
-                    most = max(most, self.decoder.answer(rows, prompt, cut, limit, generation))
+                    most = max(most, self._answer(rows, prompt, cut, generation, turns, q))
                     answers[q] += [row.out for row in rows]
-                del batch
-        for prompt, outcomes in zip(prompts, answers, strict=True):
+                del batch, rows
+        for outcomes in answers:
             for out in outcomes:
-                out.prompt_tokens, out.compressed_tokens = len(prompt.ids), cut
+                out.compressed_tokens, out.fed_tokens = cut, new
                 out.prefill_seconds, out.peak_bytes = prefill_seconds, prefill_bytes + most
         return answers
+
+    def _answer(
+        self, rows: list[Row], prompt: Rendered, cut: int, generation: Generation, turns: bool, question: int
+    ) -> int:
+        """One question for all rows; returns the most bytes allocated for caches.
+
+        Rows of a later turn decode together where they have seen and are fed equally many tokens: their answers to the
+        turns before may differ in length.
+        """
+        limit = self._limit(prompt, generation)
+        if not (turns and question):
+            rest = list(prompt.ids[cut:])
+            for row in rows:
+                row.out.prompt_tokens = len(prompt.ids)
+            return self.decoder.answer(rows, [rest] * len(rows), prompt, limit, generation, keep=turns)
+        groups: dict[tuple[int, int], list[tuple[Row, list[int]]]] = {}
+        for row in rows:
+            assert row.cache is not None
+            feed, seen = [*self.decoder.pending(row, prompt), *prompt.ids], row.cache.get_seq_length()
+            row.out.prompt_tokens = seen + len(feed)
+            groups.setdefault((seen, len(feed)), []).append((row, feed))
+        most = 0
+        for group in groups.values():
+            mine = [row for row, _ in group]
+            others = sum(r.cache.allocated_bytes() for r in rows if r.cache is not None and r not in mine)
+            feeds = [feed for _, feed in group]
+            most = max(most, others + self.decoder.answer(mine, feeds, prompt, limit, generation, keep=True))
+        return most
 
     @staticmethod
     def _limit(prompt: Rendered, generation: Generation) -> int:
@@ -175,22 +211,29 @@ class Engine:
         own = prompt.max_new_tokens
         return own if own == 0 or generation.max_new_tokens is None else generation.max_new_tokens
 
-    def _lengths(self, prompts: Sequence[Rendered], generation: Generation, visible: bool) -> tuple[int, int]:
+    def _lengths(
+        self, prompts: Sequence[Rendered], generation: Generation, visible: bool, turns: bool
+    ) -> tuple[int, int]:
         """(tokens to compress, most tokens fed afterwards); UserError where prompts do not fit or do not agree."""
         first = prompts[0]
         cut = len(first.ids) - 1 if visible else min(max(first.context_tokens, 1), len(first.ids) - 1)
-        new = 0
+        new = before = 0
         for prompt in prompts:
-            length, name = len(prompt.ids), prompt.sample.id
+            own, name = len(prompt.ids), prompt.sample.id
+            length = before + own
             if length < 2:
                 raise UserError(f"{name}: a prompt needs at least two tokens, got {length}")
-            if length <= cut or prompt.ids[:cut] != first.ids[:cut]:
+            if turns and before and not own:
+                raise UserError(f"{name}: a turn needs at least one token")
+            if not before and (length <= cut or prompt.ids[:cut] != first.ids[:cut]):
                 raise UserError(f"{name} does not begin with the {cut} tokens that {first.sample.id} has compressed")
             after = max(self._limit(prompt, generation), len(prompt.gold_ids))
             if length + after > self.arch.max_positions:
                 room = self.arch.max_positions
                 raise UserError(f"{name}: {length} prompt + {after} new tokens exceed the model's {room} positions")
             new = max(new, length + after - cut - 1)
+            if turns:
+                before = length + self._limit(prompt, generation)
         return cut, new
 
     def _prefill(self, ids: list[int], jobs: Sequence[Job]) -> Prefilled:

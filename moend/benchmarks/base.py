@@ -49,6 +49,7 @@ class Rendered:
     gold_ids: teacher-forced continuation of ids for answer_nll and token_accuracy, empty if there is none.
     stop: the generation ends at the first of these strings, but never before its second token.
     thinking: whether the prompt opens a thought or asks for one, so that an answer comes after `</think>` only.
+    chat: whether it stands in the model's chat template. asked: the words after the context, the start of the answer.
     """
 
     sample: Sample
@@ -60,6 +61,8 @@ class Rendered:
     stop: tuple[str, ...] = ()
     thinking: bool = False
     context_start: int = 0
+    chat: bool = False
+    asked: tuple[str, str] = ("", "")
 
     @property
     def prompt_tokens(self) -> int:
@@ -99,6 +102,7 @@ class Benchmark(ABC):
     all_tasks: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["generate", "nll"]] = "generate"
     asks_several: ClassVar[bool] = False  # whether several questions of one context are built
+    turn_tokens: ClassVar[int] = 64  # of a later question with the words between two turns, at most: for plans
     unit: ClassVar[str] = "fraction"
     higher_is_better: ClassVar[bool] = True
     prompt_version: ClassVar[int] = 1
@@ -172,7 +176,7 @@ class Benchmark(ABC):
 
     def check(self, arch: Arch, max_new_tokens: int | None = None) -> None:
         """Refuse, while composing, lengths that cannot fit the model; needs no tokenizer and no data."""
-        new = max(self.output_tokens(task, max_new_tokens) for task in self.task_names)
+        new = self.fed_tokens(max_new_tokens)
         needed = self.reference_length(arch) + new
         if needed > arch.max_positions:
             raise UserError(
@@ -219,7 +223,18 @@ class Benchmark(ABC):
 
     @cached_property
     def _samples(self) -> tuple[Sample, ...]:
-        return tuple(self.make_samples())
+        from moend.benchmarks.questions import numbered
+
+        made, several = self.make_samples(), self.questions_per_context
+        return tuple(numbered(made, several) if several > 1 else made)
+
+    def contexts(self) -> list[list[Sample]]:
+        """The samples by shared context, in the order of their questions; lists of one where there is one question."""
+        found: dict[str, list[Sample]] = {}
+        for sample in self._samples:
+            name = sample.meta["context_id"] if self.questions_per_context > 1 else f"{sample.task}/{sample.id}"
+            found.setdefault(name, []).append(sample)
+        return list(found.values())
 
     def expected(self) -> dict[str, int]:
         """Samples per task, known without the data where the config pins the row count."""
@@ -232,6 +247,13 @@ class Benchmark(ABC):
         """New tokens of a task: the argument, else benchmark.max_new_tokens, else its own (see reasoning)."""
         own = self.new_tokens(task) * (self.reasoning_factor if self.reasoning else 1)
         return override or self.max_new_tokens or own
+
+    def fed_tokens(self, override: int | None = None) -> int:
+        """The most tokens that follow a compressed prompt: an answer, or all turns with their questions."""
+        answer = max(self.output_tokens(task, override) for task in self.task_names)
+        if not self.turns:
+            return answer
+        return self.questions_per_context * answer + (self.questions_per_context - 1) * self.turn_tokens
 
     def stops(self, task: str) -> tuple[str, ...]:
         """Strings that end a task's output; none while a model thinks, or a thought would end at its first newline."""

@@ -94,6 +94,7 @@ class LongBench(Benchmark):
     all_tasks: ClassVar[tuple[str, ...]] = tuple(TABLE)
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "data_dir", "revision")
     scored_meta: ClassVar[tuple[str, ...]] = ("all_classes",)
+    asks_several: ClassVar[bool] = True
     scorer_version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ class LongBench(Benchmark):
     def check(self, arch: Arch, max_new_tokens: int | None = None) -> None:
         """Refuse an output length that leaves no room for a prompt."""
         for task in self.task_names:
-            new = self.output_tokens(task, max_new_tokens)
+            new = self.fed_tokens(max_new_tokens) if self.turns else self.output_tokens(task, max_new_tokens)
             if new >= self.reference_length(arch):
                 raise UserError(
                     f"{task}: {new} new tokens leave no room for a prompt in {self.reference_length(arch)} tokens"
@@ -223,7 +224,7 @@ class LongBench(Benchmark):
             Prompt(head, sample.context, tail.replace("{input}", sample.question)),
             tokenizer,
             chat=chat and self.uses_chat(sample.task),
-            limit=self.reference_length(arch) - new,
+            limit=self.reference_length(arch) - (self.fed_tokens(max_new_tokens) if self.turns else new),
             max_new_tokens=new,
             gold=sample.gold[0],
             stop=self.stops(sample.task),

@@ -39,10 +39,14 @@ class Prompt:
     answer_prefix: str = ""
 
 
-def _chat(tokenizer: Any, user: str, **switches: Any) -> str:
-    turn = [{"role": "user", "content": user}]
+def chat_text(tokenizer: Any, turns: list[dict[str, str]], **switches: Any) -> str:
+    """The turns {role, content} of a chat in the model's template, up to where its next answer begins."""
     fixed = {"tokenize": False, "add_generation_prompt": True, "date_string": TEMPLATE_DATE}
-    return str(tokenizer.apply_chat_template(turn, **fixed, **switches))
+    return str(tokenizer.apply_chat_template(turns, **fixed, **switches))
+
+
+def _chat(tokenizer: Any, user: str, **switches: Any) -> str:
+    return chat_text(tokenizer, [{"role": "user", "content": user}], **switches)
 
 
 def asks_to_think(tokenizer: Any, answer_prefix: str = "") -> bool:
@@ -127,6 +131,8 @@ def render_prompt(
         stop=stop,
         thinking=chat and asks_to_think(tokenizer, prompt.answer_prefix),
         context_start=min(len(bos) + before_it, len(bos) + inside),
+        chat=chat,
+        asked=(prompt.tail, prompt.answer_prefix),
     )
 
 

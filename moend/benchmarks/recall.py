@@ -124,6 +124,8 @@ class Recall(Benchmark):
 
     all_tasks: ClassVar[tuple[str, ...]] = ("num", "col", "hop", "both", "pass")
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "data_dir")
+    asks_several: ClassVar[bool] = True
+    turn_tokens: ClassVar[int] = 5
     QUESTION: ClassVar[int] = 5  # the most words a question has, with the BOS before it all
 
     def __post_init__(self) -> None:
@@ -132,6 +134,11 @@ class Recall(Benchmark):
             raise UserError(f"benchmark.length={self.length} must be at least 32 for {self.name}")
         if self.data_dir is not None and self.split != "test":
             raise UserError("benchmark.data_dir holds evaluation rows: benchmark.split=calibration needs the generator")
+        if "pass" in self.task_names and self.data_dir is None and self.questions_per_context > len(self.task_names):
+            raise UserError(
+                f"benchmark.questions_per_context={self.questions_per_context}: a context has one pass to ask for; ask"
+                f" at most {len(self.task_names)} questions or leave pass out of benchmark.tasks"
+            )
 
     def metric(self, task: str) -> str:
         """Exact match."""
@@ -159,7 +166,35 @@ class Recall(Benchmark):
         """Generated rows (one random generator each, so that rows never depend on the limit) or those of data_dir."""
         if self.data_dir is not None:
             return self._read(Path(self.data_dir).expanduser())
-        return [self._make(task, i) for task in self.task_names for i in range(self.limit or self.rows or 20)]
+        each = self.limit or self.rows or 20
+        if self.questions_per_context == 1:
+            return [self._make(task, i) for task in self.task_names for i in range(each)]
+        several, total = self.questions_per_context, each * len(self.task_names)
+        return [s for begin in range(0, total, several) for s in self._several(begin, min(several, total - begin))]
+
+    def _several(self, begin: int, count: int) -> list[Sample]:
+        """Questions `begin`, `begin + 1` ... of all, of one context: task follows task, and no question comes twice."""
+        tasks = [self.task_names[i % len(self.task_names)] for i in range(begin, begin + count)]
+        name = f"recall-{self.split}-{self.length}-s{self.seed}-q{self.questions_per_context}-{begin}"
+        rng = random.Random(name)
+        for _ in range(1000):
+            words, facts = make_context(rng, self.length or 0)
+            asked: dict[str, tuple[str, str]] = {}  # by question, its task and answer
+            for task in tasks:
+                for _ in range(100):
+                    made = make_question(rng, facts, task)
+                    if made is not None and (question := " ".join(made[0])) not in asked:
+                        asked[question] = task, " ".join(made[1])
+                        break
+            if len(asked) == count:
+                meta = {"context_id": name}
+                return [
+                    Sample(task, f"{name}-{j}", " ".join(words), question, "", (answer,), meta)
+                    for j, (question, (task, answer)) in enumerate(asked.items(), 1)
+                ]
+        raise UserError(
+            f"benchmark.length={self.length} is too short for benchmark.questions_per_context={count} of {self.name}"
+        )
 
     def _make(self, task: str, index: int) -> Sample:
         name = f"recall-{self.split}-{self.length}-s{self.seed}-{task}-{index}"

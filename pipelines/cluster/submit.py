@@ -179,7 +179,7 @@ def _has_work(cell: Cell, shard: int, count: int) -> bool:
     if not cell.missing:
         return shard == 0  # all records are there, but no result: whoever comes writes it
     missing = {k[:2] for k in cell.missing}
-    return any(example in missing for example in cell.facts.expected[shard::count])
+    return any(example in missing for context in cell.facts.contexts[shard::count] for example in context)
 
 
 def _to_come(plan: Plan, cell: Cell) -> list[Any]:

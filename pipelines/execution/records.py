@@ -18,28 +18,33 @@ KEPT_BINS = 128
 def record(
     out: Outcome,
     bench: Benchmark,
-    sample: Sample,
     rendered: Rendered,
+    first: Rendered,
     bound: BoundMethod,
     tokenizer: Any,
     draw: int,
     rows: int,
     made: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a cell keeps of one example and draw. rows: cells and draws that shared its prefill.
-    made: where (`store.provenance`)."""
+    """What a cell keeps of one example and draw.
+
+    first: the prompt of the first question of its context. rows: cells and draws that shared its prefill. made: where
+    (`store.provenance`).
+    """
+    sample, several = rendered.sample, bench.questions_per_context > 1
     if bench.kind == "nll":
         scored: dict[str, Any] = {"score": out.answer_nll, "answer": None}
     else:
         finished = out.finish_reason != "length"
         scored = bench.score(sample, out.text, finished=finished, opened=rendered.thinking)
-    fed = out.prompt_tokens - out.compressed_tokens
-    new = fed + max(rendered.max_new_tokens, len(rendered.gold_ids)) - 1
-    specs = bound.specs(out.compressed_tokens, new)
+    specs = bound.specs(out.compressed_tokens, out.fed_tokens)
     return {
         "task": sample.task,
         "id": sample.id,
         "draw": draw,
+        "context_id": sample.meta["context_id"] if several else None,
+        "question": sample.meta["question"] if several else None,  # its number in the context, from 1
+        "turn": sample.meta["question"] if bench.turns else None,
         "axes": sample.meta.get("axes"),
         "gold": list(sample.gold),
         "scored_meta": {k: sample.meta[k] for k in bench.scored_meta},
@@ -66,7 +71,7 @@ def record(
         "k_bits": out.k_bits,
         "v_bits": out.v_bits,
         "diagnostics": out.diagnostics,
-        "kept": _kept(out, rendered.ids, sample, tokenizer) if out.positions else None,
+        "kept": _kept(out, first.ids, sample, tokenizer) if out.positions and rendered is first else None,
         "peak_bytes": out.peak_bytes,
         "provenance": made,
         "timing": {

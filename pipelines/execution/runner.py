@@ -24,7 +24,7 @@ from pipelines.execution import session as evaluate
 from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.planner import Cell, Plan
 from pipelines.results import aggregate as results
-from pipelines.store.cells import CorruptRecords, RecordKey, Shard
+from pipelines.store.cells import CorruptRecords, RecordKey, Shard, record_key
 from pipelines.store.files import write_json
 from pipelines.store.lease import Busy, LeaseLost, held
 
@@ -91,7 +91,7 @@ class Runner:
 
     def _ours(self, cell: Cell, index: int) -> list[RecordKey]:
         """The records of a shard that the plan found missing."""
-        examples = set(cell.facts.expected[index :: _count([cell])])
+        examples = {x for context in cell.facts.contexts[index :: _count([cell])] for x in context}
         return [k for k in cell.missing if k[:2] in examples]
 
     def calibrate(self, only: str | None = None) -> None:
@@ -151,20 +151,21 @@ class Runner:
         try:
             done = {c.key: self.plan.store.cell(c.key).done() for c in cells}
             session = None
-            for task, id in cells[0].facts.expected[index::count]:
+            for examples in cells[0].facts.contexts[index::count]:
                 jobs = [
                     (c, draw)
                     for c in cells
                     for draw in range(c.draws)
-                    if c.state == "run" and (task, id, draw) not in done[c.key]
+                    if c.state == "run" and any((*example, draw) not in done[c.key] for example in examples)
                 ]
                 if jobs and session is None:
                     session = self._open(cells)
                     jobs = [job for job in jobs if job[0].state == "run"]
                 if jobs and session is not None:
-                    for cell, record in self._example(session, jobs, task, id):
-                        shards[cell.key].append(record)
-                        advance()
+                    for cell, record in self._context(session, jobs, examples):
+                        if record_key(record) not in done[cell.key]:  # a question that an earlier process answered
+                            shards[cell.key].append(record)
+                            advance()
         except UserError as e:
             self._block(cells, e)
         except OSError as e:
@@ -205,16 +206,16 @@ class Runner:
         self._end(cell, state, error)
         say(self.console, f"{state}: {cell.label}: {cell.reason}")
 
-    def _example(
-        self, session: evaluate.Session, jobs: list[tuple[Cell, int]], task: str, id: str
+    def _context(
+        self, session: evaluate.Session, jobs: list[tuple[Cell, int]], examples: Sequence[tuple[str, str]]
     ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        """One example for all cells together; where that fails, cell by cell, so that only the culprit fails."""
+        """The examples of one context for all cells together; where that fails, cell by cell."""
         batches = [jobs]
         while batches:
             batch = batches.pop(0)
             cells = list({c.key: c for c, _ in batch}.values())
             try:
-                records = session.run([(c.key, draw) for c, draw in batch], task, id)
+                records = session.run([(c.key, draw) for c, draw in batch], examples)
             except Exception as e:
                 if isinstance(e, UserError) and not isinstance(e, Infeasible):
                     raise
@@ -223,9 +224,9 @@ class Runner:
                 elif isinstance(e, Infeasible):
                     self._refuse(cells[0], "infeasible", e)
                 else:
-                    self._fail(cells, e, f"{cells[0].label} at {task}/{id}")
+                    self._fail(cells, e, f"{cells[0].label} at {'/'.join(examples[0])}")
                 continue
-            yield from zip((c for c, _ in batch), records, strict=True)
+            yield from zip((c for _ in examples for c, _ in batch), records, strict=True)
 
     def _finish(self, cell: Cell) -> None:
         """Write the result where all records are there now; the other shards may still be in other hands."""

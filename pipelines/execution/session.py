@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,8 +29,11 @@ class Session(Protocol):
     def bind(self, key: str, config: RunConfig, facts: Facts, artefacts: dict[str, Path]) -> dict[str, Any] | None:
         """Fit a cell's method, its artefacts loaded and verified. Returns its plan as JSON, or None: there is none."""
 
-    def run(self, jobs: list[tuple[str, int]], task: str, id: str) -> list[dict[str, Any]]:
-        """One example for several (key, draw) of bound cells: one prefill, one record per job, in order."""
+    def run(self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+        """The (task, id) of one context for several (key, draw) of bound cells: one prefill.
+
+        Returns one record per example and job: those of the first example in the order of the jobs, and so on.
+        """
 
 
 class Library(Planner):
@@ -119,27 +122,34 @@ class _Session:
             return None
         return dataclasses.asdict(bound.plan(length, new))
 
-    def run(self, jobs: list[tuple[str, int]], task: str, id: str) -> list[dict[str, Any]]:
+    def run(self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+        from moend.benchmarks import questions
         from moend.decoding import Job
 
-        sample = self.samples[task, id]
-        rendered = self.bench.render(
-            sample,
-            self.loaded.tokenizer,
-            self.loaded.arch,
-            chat=self.loaded.spec.chat_template and bool(self.loaded.tokenizer.chat_template),
-            max_new_tokens=self.generation.max_new_tokens,
-        )
-        outcomes = self.engine.run(
-            rendered,
+        tokenizer, turns = self.loaded.tokenizer, self.bench.turns and len(examples) > 1
+        visible = self.config.question_visible or self.bench.kind == "nll"
+        rendered = [
+            self.bench.render(
+                self.samples[example],
+                tokenizer,
+                self.loaded.arch,
+                chat=self.loaded.spec.chat_template and bool(tokenizer.chat_template),
+                max_new_tokens=self.generation.max_new_tokens,
+            )
+            for example in examples
+        ]
+        prompts = questions.prompts(rendered, tokenizer, visible=visible, turns=turns)
+        answers = self.engine.run_questions(
+            prompts,
             [Job(self.bound[k], draw) for k, draw in jobs],
             self.generation,
-            question_visible=self.config.question_visible or self.bench.kind == "nll",
+            question_visible=visible,
             seed=self.config.seed,
-            positions=(task, id) == self.first,  # one example's are enough for a picture
+            positions=examples[0] == self.first,  # one example's are enough for a picture
+            turns=turns,
         )
-        rows, tokenizer = len(jobs), self.loaded.tokenizer
         return [
-            record(out, self.bench, sample, rendered, self.bound[name], tokenizer, draw, rows, self.made)
+            record(out, self.bench, prompt, prompts[0], self.bound[name], tokenizer, draw, len(jobs), self.made)
+            for prompt, outcomes in zip(prompts, answers, strict=True)
             for (name, draw), out in zip(jobs, outcomes, strict=True)
         ]

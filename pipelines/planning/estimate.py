@@ -58,10 +58,12 @@ def seconds(group: list[Cell], speed: Speed) -> float:
     for cell in group:
         for task, id, _ in cell.missing:
             rows[task, id] = rows.get((task, id), 0) + 1
+    contexts = sum(any(example in rows for example in context) for context in facts.contexts)
     new = 0 if facts.is_nll else facts.new_tokens  # a likelihood is read in one step, like a prompt
     read = facts.prompt_tokens * max(c.facts.reads for c in group) + (facts.new_tokens if facts.is_nll else 0)
     fused = group[0].config.engine.fuse
-    return sum(read * speed.prompt + new * (speed.step * (1 if fused else n) + n * speed.token) for n in rows.values())
+    answers = sum(new * (speed.step * (1 if fused else n) + n * speed.token) for n in rows.values())
+    return contexts * read * speed.prompt + answers
 
 
 def measured(store: Store, model: str, identity: Any) -> Speed | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -33,8 +34,9 @@ class Facts:
 
     identity: joins the key (weights, data, versions); `identity["method"]` is left out of the group's key.
     calibrations: in the order they are computed. expected: (task, id) of every example, in order; ids are made up
-    where the data is not here. full_bytes, cell_bytes: estimates for the plan, of the longest prompt uncompressed and
-    of the cell's own cache. arch, prompt_tokens (the longest), new_tokens (the most), reads (of the prompt: 2 where the
+    where the data is not here. shared: how many examples, one after the other, have a context in common; empty: none
+    has. full_bytes, cell_bytes: estimates for the plan, of the longest prompt uncompressed and of the cell's own cache.
+    arch, prompt_tokens (the longest), new_tokens (the most), reads (of the prompt: 2 where the
     model also repeats it): what time is estimated from.
     settings: every field of the method, those of its parts complete, so that equal methods have equal keys.
     One line each: blocked (cannot run here), infeasible, absent and absent_data (what a run will fetch first),
@@ -64,6 +66,15 @@ class Facts:
     infeasible: str | None = None
     caution: str | None = None
     settings: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
+    shared: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def contexts(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """The examples by the context that they have in common: what is computed together, in order."""
+        if not self.shared:
+            return tuple((example,) for example in self.expected)
+        ends = itertools.accumulate(self.shared)
+        return tuple(self.expected[end - n : end] for n, end in zip(self.shared, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class Planner:
         weights = self._once(models.identity, spec, config.cache, by=model, network=network)
         if arch is not None:
             bench.check(arch, config.generation.max_new_tokens)
-        expected, no_data, no_data_yet = self._once(_expected, bench, network)
+        expected, shared, no_data, no_data_yet = self._once(_expected, bench, network)
         identity: dict[str, Any] = {"model": weights, "benchmark": identity_of(bench), "method": method.version}
         identity |= {"engine": ENGINE_VERSION, "scorer": None if made is None else made.version}
         if missing and spec.source == "hub" and hub.is_off():
@@ -160,6 +171,7 @@ class Planner:
             infeasible=infeasible,
             caution=bench.caution(config.generation.samples),
             settings=method.settings,
+            shared=shared,
         )
 
     def fetches(self, config: RunConfig) -> tuple[Fetch, Fetch]:
@@ -224,24 +236,27 @@ def identity_of(bench: Benchmark) -> dict[str, Any]:
     return json.loads(_benchmark_identity(bench))
 
 
-def _expected(bench: Benchmark, network: bool) -> tuple[tuple[tuple[str, str], ...], str | None, str | None]:
-    """(task, id) of every example, why there are none here, and what a run will fetch for them.
+def _expected(
+    bench: Benchmark, network: bool
+) -> tuple[tuple[tuple[str, str], ...], tuple[int, ...], str | None, str | None]:
+    """(task, id) of every example, how many share each context, why there are none here, what a run will fetch.
 
     Without the data only the number of examples is right.
     """
     reason, absent = bench.available(), bench.absent()
     if reason is None and (network or absent is None):
         try:
-            return tuple((s.task, s.id) for s in bench.samples()), None, None
+            shared = tuple(map(len, bench.contexts())) if bench.questions_per_context > 1 else ()
+            return tuple((s.task, s.id) for s in bench.samples()), shared, None, None
         except Blocked as e:
             reason = str(e)
-    return tuple((task, f"?{i}") for task, n in bench.expected().items() for i in range(n)), reason, absent
+    made_up = tuple((task, f"?{i}") for task, n in bench.expected().items() for i in range(n))
+    return made_up, (), reason, absent
 
 
 def lengths(bench: Benchmark, arch: Arch, config: RunConfig) -> tuple[int, int]:
     """The longest prompt and the most tokens fed after it, in tokens."""
-    new = max(bench.output_tokens(task, config.generation.max_new_tokens) for task in bench.task_names)
-    return bench.reference_length(arch), new
+    return bench.reference_length(arch), bench.fed_tokens(config.generation.max_new_tokens)
 
 
 def bind_method(

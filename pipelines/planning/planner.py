@@ -50,8 +50,8 @@ class Cell:
 
     @property
     def examples(self) -> int:
-        """Examples of which some record is missing: prompts that must be read for this cell."""
-        return len({(task, id) for task, id, _ in self.missing})
+        """Contexts of which some record is missing: prompts that must be read for this cell."""
+        return len(prompts([self]))
 
     @property
     def draws(self) -> int:
@@ -156,9 +156,13 @@ def grouped(cells: Iterable[Cell]) -> list[list[Cell]]:
     return list(groups.values())
 
 
-def prompts(group: Iterable[Cell]) -> set[tuple[str, str]]:
-    """(task, id) of the examples of which some cell of the group lacks a record."""
-    return {(task, id) for cell in group for task, id, _ in cell.missing}
+def prompts(group: Iterable[Cell]) -> set[tuple[tuple[str, str], ...]]:
+    """The contexts of which some cell of the group lacks a record, by their examples."""
+    found: set[tuple[tuple[str, str], ...]] = set()
+    for cell in group:
+        missing = {k[:2] for k in cell.missing}
+        found.update(context for context in cell.facts.contexts if not missing.isdisjoint(context))
+    return found
 
 
 def _cell(point: Point, config: RunConfig, facts: Facts, store: Store) -> Cell:

@@ -56,6 +56,7 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "scorer_version": payload["facts"]["benchmark"]["scorer_version"],
         "tasks": tasks,
         "grid": _grid(records),
+        "turns": _turns(records),
         "answer_nll": fmean(nll) if nll else None,
         "token_accuracy": fmean(accuracy) if accuracy else None,
         "eq1_bytes": fmean(r["eq1_bytes"] for r in records),
@@ -112,6 +113,16 @@ def _diagnostics(records: Records) -> dict[str, Any]:
     if notes := Counter(d["note"] for d in said if "note" in d):
         found["notes"] = dict(notes)
     return found
+
+
+def _turns(records: Records) -> list[dict[str, Any]] | None:
+    """Score with interval of each turn, where the questions of a context are turns of one chat."""
+    numbers = sorted({r["turn"] for r in records if r.get("turn") is not None})
+    found = []
+    for turn in numbers:
+        scored = statistics.summarise([r for r in records if r.get("turn") == turn])
+        found.append({"turn": turn, **_interval(scored), "n": scored["n"]})
+    return found or None
 
 
 def _grid(records: Records) -> list[dict[str, Any]] | None:

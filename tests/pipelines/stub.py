@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ class Session:
         self.cells[key] = (config, facts)
         return None if facts.is_full else {"schema": 1, "layers": []}
 
-    def run(self, jobs: list[tuple[str, int]], task: str, id: str) -> list[dict[str, Any]]:
+    def run(self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+        ((task, id),) = examples
         self.library.prefills += 1
         time.sleep(self.library.delay)
         if any(self.cells[k][1].method == self.library.fail_method for k, _ in jobs):
