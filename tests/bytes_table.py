@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 from moend.budget import Arch
 from moend.errors import Infeasible
 from moend.methods.spec import method_names
+from tests import ROOT
 from tests.moend.test_methods import bound
 
 ARCH = Arch(30, 9, 3, 64, 8192)
 TOKENS, NEW = 1024, 256
 BUDGETS = ("10%", "25%", "50%")
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "methods.md"
+PAGE = ROOT / "docs" / "methods.md"
 MARKS = re.compile(r"(<!-- bytes: [^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -23,10 +23,10 @@ from pipelines import run
 from pipelines.reporting import figures
 from pipelines.results.sweep import Sweep, rows
 from pipelines.store.cells import Store
+from tests import ROOT
 from tests.moend.scoring import test_scorers
 from tests.moend.test_methods import bound
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 FILES = {m[1]: body for _, body in BLOCKS if (m := re.match(r"# (\S+\.(?:py|yaml))\n", body))}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
+
 LEAST = 60
 
 

@@ -18,6 +18,7 @@ from pipelines import run
 from pipelines.planning import identity
 from pipelines.planning.parts import parts
 from pipelines.planning.schema import validate
+from tests import ROOT
 from tests.pipelines.conftest import Runs, compose_points
 
 OPTIONS = [
@@ -176,8 +177,7 @@ def test_help_and_mistakes_import_no_torch() -> None:
         "assert run.main(['method=nope']) == 2 and run.main(['budgett=1']) == 2 and run.main(['--help']) == 0; "
         "assert 'torch' not in sys.modules and 'wandb' not in sys.modules and 'matplotlib' not in sys.modules"
     )
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
 def test_status_is_light_and_planning_needs_no_compiler() -> None:
@@ -187,9 +187,8 @@ def test_status_is_light_and_planning_needs_no_compiler() -> None:
         "assert not {'torch', 'scipy', 'matplotlib'} & set(sys.modules)"
     )
     plan = "import sys, moend.methods.bind; assert not {'torch._dynamo', 'scipy.stats'} & set(sys.modules)"
-    root = Path(__file__).resolve().parents[2]
     for code in (light, plan):
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True)
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
 def test_no_litter(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from pipelines.planning import planner
 from pipelines.planning.facts import Planner
 from pipelines.results import load
 from pipelines.store.cells import Store
+from tests import ROOT
 from tests.pipelines.conftest import compose_points
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [
     *("model=recall_moe", "benchmark=recall", "benchmark.tasks=[num,col]", "benchmark.length=96", "benchmark.limit=3"),
     *("benchmark.questions_per_context=2", "budget=50%", "tracking=none", "method=full,SnapKV", "-m"),

@@ -24,10 +24,10 @@ from pipelines.results import rescore as rescoring
 from pipelines.store import provenance
 from pipelines.store.cells import Store
 from pipelines.store.lease import Lease, LeaseLost
+from tests import ROOT
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 
-ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ("method=full,1d,2d,2d_hetero", "budget=10%,25%", "-m")
 STUB_MAIN = """
 import sys

@@ -17,8 +17,8 @@ import pytest
 from pipelines.cluster import cancel, status
 from pipelines.cluster.jobs import Submitted
 from pipelines.store.cells import Store
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0
 SWEEP = (
     "cluster=local", "model=recall_moe", "benchmark=recall", "benchmark.tasks=[num]", "benchmark.rows=60",

@@ -17,10 +17,10 @@ from pipelines.planning import planner
 from pipelines.planning.planner import Plan
 from pipelines.planning.schema import ClusterConfig, minutes, validate
 from pipelines.store.lease import Process
+from tests import ROOT
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "slurm" / "examples" / "cluster").glob("*.yaml"))
 
 

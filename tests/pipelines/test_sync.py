@@ -21,11 +21,10 @@ from pipelines.store.lease import Lease
 from pipelines.tracking import items
 from pipelines.tracking import upload as sync
 from pipelines.tracking import wandb as tracking
+from tests import ROOT
 from tests.pipelines import stub, wandb_files
 from tests.pipelines.conftest import KEY
 from tests.pipelines.wandb_server import Server
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

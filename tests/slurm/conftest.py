@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
+from tests import ROOT
+
+SCRIPTS = ROOT / "slurm"
 PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 MISSING = [p for p in ("slurmctld", "slurmd", "sbatch") if shutil.which(p, path=PATH) is None]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}

@@ -24,6 +24,7 @@ import pytest
 from pipelines.cluster import slurm
 from pipelines.cluster.jobs import Job, Submitted
 from pipelines.store.cells import Store
+from tests import ROOT
 
 from .conftest import ENDED, MISSING, PATH, Cluster
 
@@ -31,7 +32,6 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (slurm/README.md)"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model=recall_moe", "benchmark=recall", "benchmark.tasks=[num]", "benchmark.rows=2", "tracking=none")
 ON = ("cluster=slurm", "cluster.cpus=1")
 PATIENCE_S = 900.0  # a hang, also on a machine that does much else

@@ -6,15 +6,15 @@ import importlib.util
 import json
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from moend.benchmarks import benchmark, recall
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
+from tests import ROOT
 
-TRAIN = Path(__file__).parents[2] / "fixtures" / "recall_moe" / "train.py"
+TRAIN = ROOT / "tests" / "fixtures" / "recall_moe" / "train.py"
 
 GOLDEN_CONTEXT = (
     "K03 6 3 pass 6 1 7 3 from so by K24 1 2 we of so K27 1 3 on K36 gold grey like this K13 teal ruby K49 5 0"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,9 @@ from moend.calibration.artefact import canonical
 from moend.calibration.base import windows
 from moend.calibration.sensitivity import EXTRA_KEEPS, KEEPS, lattice
 from moend.errors import UserError
+from tests import ROOT
 
-CONF = Path(__file__).parents[3] / "conf" / "calibration"
+CONF = ROOT / "conf" / "calibration"
 
 
 def identity(made: Calibration, name: str, scorer):

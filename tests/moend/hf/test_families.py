@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from moend.hf import attention as functions
 from moend.hf.attention import AttentionRule
 from moend.hf.probe import shape_of
+from tests import ROOT
 from tests.moend.hf import families
 
 ALWAYS = {
@@ -71,7 +71,7 @@ def test_a_rule_that_is_left_out_shows(left_out: dict[str, Any], family: str, mo
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert all(page.count(mark) == 1 for mark in families.MARKS)
 
 

@@ -18,7 +18,6 @@ from moend.models import load as models
 from tests.moend.models.conftest import local, words_tokenizer
 from tests.tiny import tiny
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = {"layers": 3, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "max_positions": 4096}
 PAPERS = {
     "deepseek_r1_distill_qwen_7b": Arch(28, 28, 4, 128, 131072),

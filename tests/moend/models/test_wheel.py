@@ -18,9 +18,8 @@ from moend.errors import Blocked, UserError
 from moend.models import load as models
 from moend.models import wheel as wheels
 from moend.models.load import ModelSpec
+from tests import ROOT
 from tests.moend.models.conftest import local
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def write_gguf(path: Path) -> None:

@@ -17,10 +17,11 @@ from pipelines.planning.facts import Planner
 from pipelines.results import load, sweep
 from pipelines.results.aggregate import aggregate
 from pipelines.store.cells import Store
+from tests import ROOT
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points
 
-OLD = Path(__file__).parents[2] / "fixtures" / "store_engine_1"
+OLD = ROOT / "tests" / "fixtures" / "store_engine_1"
 COMMAND = [
     *("model=recall_moe", "method=SnapKV,2d_uniform", "budget=25%", "benchmark=recall", "benchmark.limit=4"),
     *("calibration=recall", "tracking=none", "dry_run=true", "-m"),

@@ -15,8 +15,9 @@ from pipelines.results import load
 from pipelines.results.deltas import Delta
 from pipelines.results.sweep import compared, rows
 from pipelines.store.cells import Store
+from tests import ROOT
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "results.md"
+DOCS = ROOT / "docs" / "results.md"
 CELLS = [
     {"method": m, "budget": b, "benchmark": "text"}
     for m in ("full", "2d", "2d_hetero", "SnapKV")

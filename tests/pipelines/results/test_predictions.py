@@ -15,8 +15,8 @@ from moend import benchmarks
 from moend.benchmarks.longbench import TABLE, TASKS_E
 from moend.statistics import score_interval, wilson
 from pipelines.results import predictions as score
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 GOLD = {"passage_retrieval_en": "Paragraph 2", "passage_retrieval_zh": "段落2", "trec": "Date", "lsht": "体育"}
 CLASSES = {"trec": ["Date", "City"], "lsht": ["体育", "财经"]}
 
