@@ -24,8 +24,8 @@ from pipelines.reporting import figures
 from pipelines.results.sweep import Sweep, rows
 from pipelines.store.cells import Store
 from tests import ROOT
+from tests.moend.methods.test_methods import bound
 from tests.moend.scoring import test_scorers
-from tests.moend.test_methods import bound
 
 TEXT = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)

@@ -16,7 +16,7 @@ from pipelines import run
 from pipelines.cli.hydra import Point, run_hydra
 from pipelines.reporting import figures
 from tests.pipelines import stub
-from tests.pipelines.wandb_server import Server
+from tests.pipelines.tracking.wandb_server import Server
 
 
 def compose_points(args: Sequence[str]) -> list[Point]:

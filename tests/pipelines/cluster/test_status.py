@@ -17,8 +17,8 @@ from pipelines.store.cells import Store
 from pipelines.store.files import read_json, write_json
 from pipelines.store.lease import Process
 from tests.pipelines import stub
+from tests.pipelines.cluster.test_submit import programs
 from tests.pipelines.conftest import Runs
-from tests.pipelines.test_submit import programs
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from pipelines.cluster import snapshot, status, worker
 from pipelines.cluster.jobs import Submitted
 from pipelines.reporting import report
 from pipelines.store.cells import Store
+from tests.pipelines.cluster.test_worker import frozen
 from tests.pipelines.conftest import Runs
-from tests.pipelines.test_run import ROOT, STUB_MAIN, cells
-from tests.pipelines.test_worker import frozen
+from tests.pipelines.execution.test_run import ROOT, STUB_MAIN, cells
 
 PATIENCE_S = 120.0
 IDS = [f"s{i}" for i in range(6)]

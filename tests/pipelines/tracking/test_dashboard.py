@@ -18,8 +18,8 @@ from pipelines.store.files import read_json, write_json
 from pipelines.tracking import dashboards as dashboard
 from pipelines.tracking import items
 from pipelines.tracking import wandb as tracking
-from tests.pipelines import wandb_files
-from tests.pipelines.wandb_server import Server
+from tests.pipelines.tracking import wandb_files
+from tests.pipelines.tracking.wandb_server import Server
 
 needs_package = pytest.mark.skipif(
     not dashboard.installed(), reason="wandb-workspaces is not installed (pip install -e '.[dev]')"

@@ -22,9 +22,10 @@ from pipelines.tracking import items
 from pipelines.tracking import upload as sync
 from pipelines.tracking import wandb as tracking
 from tests import ROOT
-from tests.pipelines import stub, wandb_files
+from tests.pipelines import stub
 from tests.pipelines.conftest import KEY
-from tests.pipelines.wandb_server import Server
+from tests.pipelines.tracking import wandb_files
+from tests.pipelines.tracking.wandb_server import Server
 
 
 @pytest.fixture(scope="module")

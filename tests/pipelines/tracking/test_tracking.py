@@ -24,9 +24,9 @@ from pipelines.tracking import items, runs
 from pipelines.tracking import wandb as tracking
 from pipelines.tracking.items import Item
 from tests import ROOT
-from tests.pipelines import wandb_files
 from tests.pipelines.conftest import INHERITED, Runs
-from tests.pipelines.test_run import STUB_MAIN
+from tests.pipelines.execution.test_run import STUB_MAIN
+from tests.pipelines.tracking import wandb_files
 
 SECRETS = [INHERITED[k].encode() for k in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")]
 OFFLINE = TrackingConfig(mode="offline", project="moend", timeout_s=400)

@@ -1,6 +1,6 @@
 """As much of a W&B server as wandb's own upload program needs: it keeps what it is sent, and can be told to misbehave.
 
-`python -m tests.pipelines.wandb_server` is not a program: tests start `Server()` in a thread.
+`python -m tests.pipelines.tracking.wandb_server` is not a program: tests start `Server()` in a thread.
 """
 
 from __future__ import annotations
