@@ -50,6 +50,7 @@ class Rendered:
     stop: the generation ends at the first of these strings, but never before its second token.
     thinking: whether the prompt opens a thought or asks for one, so that an answer comes after `</think>` only.
     chat: whether it stands in the model's chat template. asked: the words after the context, the start of the answer.
+    told: what the template was told of thinking (auto, on, off).
     """
 
     sample: Sample
@@ -63,6 +64,7 @@ class Rendered:
     context_start: int = 0
     chat: bool = False
     asked: tuple[str, str] = ("", "")
+    told: str = "auto"
 
     @property
     def prompt_tokens(self) -> int:
@@ -81,6 +83,8 @@ class Benchmark(ABC):
     chat_template: "official" follows the benchmark's rule, "all" and "none" overrule it.
     reasoning: the protocol of models that think first (`generation=reasoning` sets it): the benchmark's own output
         limits times `reasoning_factor`, no stop strings, and a thought that was opened but never closed is no answer.
+    thinking: what the chat template is told (`generation.thinking` sets it): auto leaves its own default; on and off
+        are refused where it has no switch and does otherwise.
     questions_per_context: how many questions share a context, its prefill and its compression (where a benchmark
         `asks_several`). turns: they follow each other in one chat, each with what was asked and answered before.
     """
@@ -96,11 +100,13 @@ class Benchmark(ABC):
     max_new_tokens: int | None = None
     chat_template: str = "official"
     reasoning: bool = False
+    thinking: str = "auto"
     questions_per_context: int = 1
     turns: bool = False
 
     all_tasks: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["generate", "nll"]] = "generate"
+    begins_answer: ClassVar[bool] = False  # whether its prompts hold the answer's first words, so that no thought comes
     asks_several: ClassVar[bool] = False  # whether several questions of one context are built
     turn_tokens: ClassVar[int] = 64  # of a later question with the words between two turns, at most: for plans
     unit: ClassVar[str] = "fraction"
@@ -138,6 +144,7 @@ class Benchmark(ABC):
                 raise UserError(f"benchmark.{f.name}={value} must be text, in quotes of its own, or null")
         choice("benchmark.split", self.split, SPLITS)
         choice("benchmark.chat_template", self.chat_template, CHAT_TEMPLATE)
+        choice("generation.thinking", self.thinking, ("auto", "on", "off"))
         self._set("reasoning", self.reasoning and self.kind == "generate")  # a likelihood thinks nothing
 
     def _set(self, field: str, value: object) -> None:
@@ -280,8 +287,11 @@ class Benchmark(ABC):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Every field that can change a result, for a cell's key (how many samples, not the limit asked for)."""
-        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in self.run_only}
+        """Every field that can change a result, for a cell's key (how many samples, not the limit asked for).
+
+        `thinking` is not among them: it is in the key with the generation that sets it.
+        """
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in (*self.run_only, "thinking")}
         return {
             **fields,
             "tasks": list(self.task_names),

@@ -183,6 +183,7 @@ class Competition(Benchmark):
             limit=arch.max_positions - new,
             max_new_tokens=new,
             gold=rf"\boxed{{{sample.gold[0]}}}",
+            thinking=self.thinking,
         )
         if rendered.truncated or rendered.prompt_tokens > (self.length or 0):
             tokens = rendered.prompt_tokens + rendered.truncated

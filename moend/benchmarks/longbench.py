@@ -228,6 +228,7 @@ class LongBench(Benchmark):
             max_new_tokens=new,
             gold=sample.gold[0],
             stop=self.stops(sample.task),
+            thinking=self.thinking,
         )
 
     def score(self, sample: Sample, text: str, *, finished: bool = True, opened: bool = False) -> dict[str, Any]:

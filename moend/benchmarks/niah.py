@@ -54,6 +54,7 @@ class Niah(Benchmark):
     phrasing: int = 0
 
     all_tasks: ClassVar[tuple[str, ...]] = ("niah",)
+    begins_answer: ClassVar[bool] = True
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "haystack_file")
 
     def __post_init__(self) -> None:
@@ -151,7 +152,7 @@ class Niah(Benchmark):
         limit, units = self.prompt_length(sample), UNIT.findall(sample.context)
 
         def tokens(count: int) -> int:
-            text, _ = assemble(self._prompt(sample, units[:count]), tokenizer, chat=chat)
+            text, _ = assemble(self._prompt(sample, units[:count]), tokenizer, chat=chat, thinking=self.thinking)
             return len(encode(tokenizer, text)[0]) + 1  # with room for a BOS
 
         frame = tokens(0)
@@ -179,6 +180,7 @@ class Niah(Benchmark):
             limit=limit,
             max_new_tokens=new,
             gold=sample.gold[0],
+            thinking=self.thinking,
         )
 
     def score(self, sample: Sample, text: str, *, finished: bool = True, opened: bool = False) -> dict[str, Any]:

@@ -49,29 +49,69 @@ def _chat(tokenizer: Any, user: str, **switches: Any) -> str:
     return chat_text(tokenizer, [{"role": "user", "content": user}], **switches)
 
 
-def asks_to_think(tokenizer: Any, answer_prefix: str = "") -> bool:
-    """Whether a chat prompt ends inside a thought, or its template has a switch for thinking that is on by default."""
-    text = _chat(tokenizer, SENTINEL)
+def asks_to_think(tokenizer: Any, answer_prefix: str = "", thinking: str = "auto") -> bool:
+    """Whether a chat prompt ends inside a thought, or its template has a switch for thinking that is on.
+
+    thinking: what the template is told (auto: nothing, its own default holds).
+    """
+    text = _chat(tokenizer, SENTINEL, **_told(thinking))
     tail = text.rpartition(SENTINEL)[2] + answer_prefix
     started, ended = tail.rfind(THINK_START), tail.rfind(THINK_END)
     if started != ended:
         return started > ended
-    return text != _chat(tokenizer, SENTINEL, enable_thinking=False)
+    return text != _chat(tokenizer, SENTINEL, **_told("off"))
 
 
-def assemble(prompt: Prompt, tokenizer: Any, *, chat: bool) -> tuple[str, tuple[int, int]]:
+def habit(tokenizer: Any) -> str:
+    """What a chat template says of thinking: `never` (nothing), `switch` (it can be told), `always` (it cannot)."""
+    on, off = (_chat(tokenizer, SENTINEL, **_told(x)) for x in ("on", "off"))
+    return "switch" if on != off else "always" if asks_to_think(tokenizer) else "never"
+
+
+def _told(thinking: str) -> dict[str, bool]:
+    """The arguments of a chat template, under the two names that published templates read."""
+    return {} if thinking == "auto" else dict.fromkeys(("enable_thinking", "thinking"), thinking == "on")
+
+
+def switches(tokenizer: Any, thinking: str, *, chat: bool, answer_prefix: str = "") -> dict[str, bool]:
+    """What the template is told so that the model thinks (on) or does not (off); UserError where it cannot be told."""
+    if thinking == "auto":
+        return {}
+    asked = f"generation.thinking={thinking}"
+    if not chat:
+        if thinking == "on":
+            raise UserError(f"{asked} needs a chat template that asks for a thought; the prompt is plain text")
+        return {}
+    if answer_prefix and thinking == "on":
+        raise UserError(f"{asked}: the prompt begins the answer ('{answer_prefix.strip()}'), so no thought comes first")
+    kind = habit(tokenizer)
+    if kind == "never" and thinking == "on":
+        raise UserError(
+            f"{asked}: the model's chat template has no thinking to switch on: set generation.thinking=auto"
+        )
+    if kind == "always" and thinking == "off":
+        raise UserError(
+            f"{asked}: the model's chat template opens a thought and has no switch for it: set generation.thinking=auto"
+            " (generation=reasoning gives it room)"
+        )
+    return _told(thinking) if kind == "switch" else {}
+
+
+def assemble(prompt: Prompt, tokenizer: Any, *, chat: bool, thinking: str = "auto") -> tuple[str, tuple[int, int]]:
     """The prompt's text and the characters its context takes in it."""
     user = prompt.head + prompt.context + prompt.tail
     if not user.strip():
         raise UserError("the prompt is empty")
     start = len(prompt.head)
     if not chat:
+        switches(tokenizer, thinking, chat=False)
         text = user + ("\n" + prompt.answer_prefix if prompt.answer_prefix else "")
         return text, (start, start + len(prompt.context))
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the tokenizer has no chat template: set benchmark.chat_template=none")
-    text = _chat(tokenizer, user)
-    at = len(_chat(tokenizer, SENTINEL).partition(SENTINEL)[0])
+    told = switches(tokenizer, thinking, chat=True, answer_prefix=prompt.answer_prefix)
+    text = _chat(tokenizer, user, **told)
+    at = len(_chat(tokenizer, SENTINEL, **told).partition(SENTINEL)[0])
     if text.startswith(user, at):
         lead = 0
     elif text.startswith(user.strip(), at):  # some templates strip the turn
@@ -94,6 +134,7 @@ def render_prompt(
     gold: str = "",
     gold_eos: bool = False,
     stop: tuple[str, ...] = (),
+    thinking: str = "auto",
 ) -> Rendered:
     """Tokenise a prompt once, cut the middle of its context if it is longer than `limit` tokens, and find the boundary.
 
@@ -101,7 +142,7 @@ def render_prompt(
     last half of the limit are kept (LongBench), except that only the context is ever cut. UserError where the rest of
     the prompt alone does not fit.
     """
-    text, (start, end) = assemble(prompt, tokenizer, chat=chat)
+    text, (start, end) = assemble(prompt, tokenizer, chat=chat, thinking=thinking)
     bos = added_bos(tokenizer)
     if bos and text.startswith(tokenizer.bos_token):  # the template writes its own
         bos = ()
@@ -129,10 +170,11 @@ def render_prompt(
         truncated=before - len(ids),
         gold_ids=tuple(gold_ids),
         stop=stop,
-        thinking=chat and asks_to_think(tokenizer, prompt.answer_prefix),
+        thinking=chat and asks_to_think(tokenizer, prompt.answer_prefix, thinking),
         context_start=min(len(bos) + before_it, len(bos) + inside),
         chat=chat,
         asked=(prompt.tail, prompt.answer_prefix),
+        told=thinking,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moend.benchmarks.base import Rendered, Sample
-from moend.benchmarks.prompts import SENTINEL, chat_text, encode
+from moend.benchmarks.prompts import SENTINEL, chat_text, encode, switches
 from moend.errors import UserError
 
 END = 8  # tokens by which two cuts of a context are known to be of the same one
@@ -72,7 +72,8 @@ def following(rendered: Rendered, tokenizer: Any) -> tuple[int, ...]:
         return rendered.ids[rendered.context_tokens :]
     question, prefix = rendered.asked
     talk = [{"role": "user", "content": SENTINEL[::-1]}, {"role": "assistant", "content": SENTINEL}]
-    text = chat_text(tokenizer, [*talk, {"role": "user", "content": question.strip()}])
+    told = switches(tokenizer, rendered.told, chat=True, answer_prefix=prefix)
+    text = chat_text(tokenizer, [*talk, {"role": "user", "content": question.strip()}], **told)
     _, found, after = text.rpartition(SENTINEL)
     if not found:
         raise UserError("the chat template does not show an earlier answer: benchmark.turns needs chat_template=none")

@@ -247,6 +247,7 @@ class Recall(Benchmark):
             Prompt("", sample.context, " " + sample.question),
             tokenizer,
             chat=False,
+            thinking=self.thinking,
             limit=arch.max_positions - new,
             max_new_tokens=new,
             gold=sample.gold[0],

@@ -49,6 +49,7 @@ class Ruler(Benchmark):
     haystack_file: str | None = None
     cache_dir: str | None = None
 
+    begins_answer: ClassVar[bool] = True
     all_tasks: ClassVar[tuple[str, ...]] = tuple(TASKS)
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "data_dir", "haystack_file", "cache_dir")
     prompt_version: ClassVar[int] = VERSION
@@ -161,9 +162,8 @@ class Ruler(Benchmark):
         new, gold = self.output_tokens(sample.task, max_new_tokens), family.gold(sample)
         limit = self._total - max(new, family.new_tokens, len(encode(tokenizer, " " + gold)[0]) + 1)
         build = family.builder(sample, self._total, self._library)
-        render = functools.partial(
-            render_prompt, sample, tokenizer=tokenizer, chat=chat, limit=limit, max_new_tokens=new, gold=gold
-        )
+        how: dict[str, Any] = {"tokenizer": tokenizer, "chat": chat, "thinking": self.thinking}
+        render = functools.partial(render_prompt, sample, limit=limit, max_new_tokens=new, gold=gold, **how)
         kept = self._kept(sample.task, tokenizer, chat)
         if kept is not None and (fit := kept.fits.get(sample.id)) and fit["limit"] == limit:
             rendered = render(build(fit["units"]))
@@ -172,7 +172,7 @@ class Ruler(Benchmark):
             log.warning("%s: what it says of %s is not what is generated now: fitted again", kept.path, sample.id)
 
         def size(units: int) -> int:
-            return _size(build(units), tokenizer, chat=chat)
+            return _size(build(units), **how)
 
         if (least := size(family.least)) > limit:
             raise UserError(
@@ -204,6 +204,7 @@ class Ruler(Benchmark):
             "split": self.split,
             "tokenizer": _tokenizer_fingerprint(tokenizer),
             "chat": chat,
+            **({} if self.thinking == "auto" else {"thinking": self.thinking}),
             "filler": self._filler,
         }
         name = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
@@ -256,9 +257,9 @@ def fitted(size: Callable[[int], int], least: int, limit: int) -> int:
     return low
 
 
-def _size(prompt: Prompt, tokenizer: Any, *, chat: bool) -> int:
+def _size(prompt: Prompt, tokenizer: Any, *, chat: bool, thinking: str = "auto") -> int:
     """Tokens of a rendered prompt, BOS included."""
-    whole, _ = assemble(prompt, tokenizer, chat=chat)
+    whole, _ = assemble(prompt, tokenizer, chat=chat, thinking=thinking)
     own = tokenizer.bos_token is not None and whole.startswith(tokenizer.bos_token)
     return len(encode(tokenizer, whole)[0]) + (0 if own else len(added_bos(tokenizer)))
 

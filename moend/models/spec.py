@@ -46,8 +46,10 @@ class ModelSpec:
     GGUF. wheel: a wheel file already here. arch: {layers, q_heads, kv_heads, head_dim, max_positions}, compared with
     the loaded config. dtype: of the computation; `auto` is float32 on a CPU for small models, else the checkpoint's.
     store_dtype: of cache entries at 16 bit; `half` is the checkpoint's 16-bit type or bfloat16, `model` the compute
-    type. device: auto, cpu, cuda, cuda:1, mps. device_map: transformers'. chat_template: wrap
-    prompts in the tokenizer's template if it has one. calibration_text: what sensitivities are measured on by default.
+    type. device: auto, cpu, cuda, cuda:1, mps. device_map: transformers'. chat_template: wrap prompts in the
+    tokenizer's template if it has one. thinks: what that template says of thinking, compared with the loaded one:
+    never, switch (it asks for a thought unless told not to), always, or null (not known). calibration_text: what
+    sensitivities are measured on by default.
     reconstruction: how to ask for the context to be repeated, for a vocabulary that lacks KVZip's own words.
     texts: the bundled texts whose words it knows: `text` (English) or `recall` (recall_moe's tasks).
     """
@@ -67,6 +69,7 @@ class ModelSpec:
     device: str = "auto"
     device_map: str | None = None
     chat_template: bool = True
+    thinks: Literal["never", "switch", "always"] | None = None
     calibration_text: str = ""
     reconstruction: str = ""
     texts: Literal["text", "recall"] = "text"

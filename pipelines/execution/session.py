@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from moend.budget import Arch
 from pipelines.execution.records import record
-from pipelines.planning import parts
+from pipelines.planning import parts, thinking
 from pipelines.planning.facts import Facts, Planner, bind_method, lengths
 from pipelines.planning.identity import canonical
 from pipelines.planning.needs import CalibrationNeed
@@ -108,6 +108,7 @@ class _Session:
             flips=config.engine.routing_flips,
         )
         self.generation = Generation(g.max_new_tokens, g.temperature, g.top_p, g.samples)
+        thinking.confirm(loaded.spec, bench, loaded.tokenizer)
         self.samples = {(s.task, s.id): s for s in bench.samples()}
         self.first = next(iter(self.samples))
         self.made = provenance(config, loaded)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moend.budget import Arch, Budget
 from moend.errors import Blocked, Infeasible
 from moend.version import ENGINE_VERSION
-from pipelines.planning import parts
+from pipelines.planning import parts, thinking
 from pipelines.planning.identity import canonical
 from pipelines.planning.needs import CalibrationNeed, needs, target
 from pipelines.planning.schema import RunConfig
@@ -137,6 +137,7 @@ class Planner:
         identity |= {"engine": ENGINE_VERSION, "scorer": None if made is None else made.version}
         if missing and spec.source == "hub" and hub.is_off():
             unreadable = unreadable or missing
+        cautions = (bench.caution(config.generation.samples), thinking.check(spec, bench, config.generation))
         infeasible = None
         full = cell = length = new = 0
         if arch is not None:
@@ -169,7 +170,7 @@ class Planner:
             absent=missing,
             absent_data=no_data_yet,
             infeasible=infeasible,
-            caution=bench.caution(config.generation.samples),
+            caution=" | ".join(filter(None, cautions)) or None,
             settings=method.settings,
             shared=shared,
         )

@@ -38,6 +38,7 @@ RUN_ONLY = frozenset(
         "engine.max_bytes",
         "model.device",
         "model.device_map",
+        "model.thinks",  # told of the template, which counts with the weights
         # What follows counts in another form, as a fact: a path or a name may stand for anything.
         "benchmark",  # by the benchmark's own identity: its fields, versions and the fingerprint of its samples
         "calibration",  # by the keys of the artefacts a cell uses,

@@ -25,7 +25,9 @@ def parts(config: RunConfig) -> tuple[ModelSpec, Method, Benchmark]:
     return (
         model_spec(canonical(config.model)),
         method(canonical(config.method)),
-        benchmark(canonical(config.benchmark), config.generation.reasoning).at(config.cache),
+        benchmark(canonical(config.benchmark), config.generation.reasoning, config.generation.thinking).at(
+            config.cache
+        ),
     )
 
 
@@ -54,13 +56,15 @@ def method(text: str) -> Method:
 
 
 @functools.lru_cache(maxsize=64)
-def benchmark(text: str, reasoning: bool) -> Benchmark:
+def benchmark(text: str, reasoning: bool, thinking: str) -> Benchmark:
     from moend.benchmarks import benchmark
 
     fields = json.loads(text)
     if "reasoning" in fields:
         raise UserError("benchmark.reasoning is set by generation.reasoning (generation=reasoning)")
-    return benchmark(fields, reasoning=reasoning)
+    if "thinking" in fields:
+        raise UserError("benchmark.thinking is set by generation.thinking")
+    return benchmark(fields, reasoning=reasoning, thinking=thinking)
 
 
 def _typed(cls: Any, group: str, values: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ class GenerationConfig(_Strict):
     """How answers are drawn.
 
     max_new_tokens: null is the benchmark's own limit. reasoning: the protocol of models that think first.
-    thinking: whether the prompt asks the model to think; auto leaves the chat template's own default.
+    thinking: whether the prompt asks the model to think first; auto leaves the chat template's own default.
     """
 
     max_new_tokens: int | None = Field(ge=1)
@@ -38,13 +38,6 @@ class GenerationConfig(_Strict):
     def _words(cls, value: object) -> object:
         """YAML reads `on` and `off` as true and false."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-    @field_validator("thinking", mode="after")
-    @classmethod
-    def _template(cls, value: str) -> str:
-        if value != "auto":
-            raise ValueError("can only be auto (the chat template's own default) in this version")
-        return value
 
 
 class EngineConfig(_Strict):

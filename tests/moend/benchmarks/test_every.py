@@ -106,5 +106,5 @@ def test_fields_of_the_file_are_all_that_can_be_set(name: str) -> None:
 
     listed = yaml.safe_load((paths.folder("conf", "benchmark") / f"{name}.yaml").read_text())
     shared = yaml.safe_load((paths.folder("conf", "run.yaml")).read_text())["benchmark"]
-    hidden = {"reasoning", *shared}  # reasoning: set by generation
+    hidden = {"reasoning", "thinking", *shared}  # set by generation
     assert {f.name for f in dataclasses.fields(benchmark(name))} - hidden == set(listed)
