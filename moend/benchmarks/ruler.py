@@ -163,7 +163,10 @@ class Ruler(Benchmark):
         limit = self._total - max(new, family.new_tokens, len(encode(tokenizer, " " + gold)[0]) + 1)
         build = family.builder(sample, self._total, self._library)
         how: dict[str, Any] = {"tokenizer": tokenizer, "chat": chat, "thinking": self.thinking}
-        render = functools.partial(render_prompt, sample, limit=limit, max_new_tokens=new, gold=gold, **how)
+
+        def render(prompt: Prompt) -> Rendered:
+            return render_prompt(sample, prompt, limit=limit, max_new_tokens=new, gold=gold, **how)
+
         kept = self._kept(sample.task, tokenizer, chat)
         if kept is not None and (fit := kept.fits.get(sample.id)) and fit["limit"] == limit:
             rendered = render(build(fit["units"]))
