@@ -6,11 +6,12 @@ method kept. Where the question is unseen, all of it is fed after compression.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from moend.hf.routers import find
 from moend.methods.bind import BoundMethod
 from moend.models.load import LoadedModel
 from moend.replay import OBSERVATIONS, RECONSTRUCTING, ROUTING, Replay, diagnose, routing_flips
+from moend.saved import Saved, Slot
 from moend.version import ENGINE_VERSION
 
 
@@ -134,6 +136,7 @@ class Engine:
         seed: int = 0,
         positions: bool = False,
         turns: bool = False,
+        saved: Saved | None = None,
     ) -> list[list[Outcome]]:
         """Outcomes of `jobs` for each of several prompts that share a context, from one prefill and one compression.
 
@@ -142,7 +145,9 @@ class Engine:
         prompt with its question (all but its last token), and all others must begin with what was compressed.
         turns: the questions follow each other in one chat: each sees what was asked and answered before, on the same
         cache. The ids of a later prompt are then what the conversation goes on with after an answer.
-        seed: of methods that draw and of sampling. positions: also record which entries were kept.
+        seed: of methods that draw and of sampling. positions: also record which entries were kept. saved: where the
+        state of long answers is kept, and gone on with after a kill: the prompt is read and compressed again, what was
+        fed and generated is not.
         """
         cut, new = self._lengths(prompts, generation, question_visible, turns)
         first = prompts[0]
@@ -159,7 +164,7 @@ class Engine:
             del prefilled  # it goes with the last fork
             answers: list[list[Outcome]] = [[] for _ in prompts]
             most = 0
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 rows: list[Row] = []
                 for q, prompt in enumerate(prompts):
                     if turns and q:
@@ -168,7 +173,10 @@ class Engine:
                         rows = [s.ask(q, last=turns or q + 1 == len(prompts)) for s in batch]
                     for row in rows:
                         row.generator = generation.generator(stable_seed(seed, prompt.sample.id, row.job.draw))
-                    most = max(most, self._answer(rows, prompt, cut, generation, turns, q))
+                    place = (
+                        None if saved is None else functools.partial(_slot, saved, f"{number}-{q}", generation, seed)
+                    )
+                    most = max(most, self._answer(rows, prompt, cut, generation, turns, q, place))
                     answers[q] += [row.out for row in rows]
                 del batch, rows
         for outcomes in answers:
@@ -178,7 +186,14 @@ class Engine:
         return answers
 
     def _answer(
-        self, rows: list[Row], prompt: Rendered, cut: int, generation: Generation, turns: bool, question: int
+        self,
+        rows: list[Row],
+        prompt: Rendered,
+        cut: int,
+        generation: Generation,
+        turns: bool,
+        question: int,
+        place: Callable[..., Slot] | None,
     ) -> int:
         """One question for all rows; returns the most bytes allocated for caches.
 
@@ -190,7 +205,8 @@ class Engine:
             rest = list(prompt.ids[cut:])
             for row in rows:
                 row.out.prompt_tokens = len(prompt.ids)
-            return self.decoder.answer(rows, [rest] * len(rows), prompt, limit, generation, keep=turns)
+            slot = None if place is None else place(0, rows, prompt)
+            return self.decoder.answer(rows, [rest] * len(rows), prompt, limit, generation, keep=turns, slot=slot)
         groups: dict[tuple[int, int], list[tuple[Row, list[int]]]] = {}
         for row in rows:
             assert row.cache is not None
@@ -198,11 +214,12 @@ class Engine:
             row.out.prompt_tokens = seen + len(feed)
             groups.setdefault((seen, len(feed)), []).append((row, feed))
         most = 0
-        for group in groups.values():
+        for number, group in enumerate(groups.values()):
             mine = [row for row, _ in group]
             others = sum(r.cache.allocated_bytes() for r in rows if r.cache is not None and r not in mine)
-            feeds = [feed for _, feed in group]
-            most = max(most, others + self.decoder.answer(mine, feeds, prompt, limit, generation, keep=True))
+            feeds, slot = [feed for _, feed in group], None if place is None else place(number, mine, prompt)
+            held = self.decoder.answer(mine, feeds, prompt, limit, generation, keep=True, slot=slot)
+            most = max(most, others + held)
         return most
 
     @staticmethod
@@ -323,6 +340,15 @@ class Engine:
         if self.max_bytes is None:
             return True
         return CompressedCache.allocation([s.cache for s in batch if s.cache is not None]) <= self.max_bytes
+
+
+def _slot(
+    saved: Saved, name: str, generation: Generation, seed: int, group: int, rows: Sequence[Row], prompt: Rendered
+) -> Slot:
+    """Where the state of a batch lies, and what it is the state of."""
+    who = [[row.job.name, row.job.draw, list(row.said)] for row in rows]
+    asked = [prompt.sample.id, prompt.max_new_tokens, list(prompt.ids), list(prompt.gold_ids)]
+    return saved.slot(f"{name}-{group}", {"rows": who, "asked": asked, "generation": asdict(generation), "seed": seed})
 
 
 def _eq1(row: LayerKV, arch: Arch) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from moend.cache.decode.eviction import DecodingLayer
 from moend.cache.decode.ledger import Ints
+from moend.cache.decode.state import State, restore, state
 from moend.cache.decode.stores import allocation
 from moend.cache.layer_kv import LayerKV
 from moend.errors import UserError
@@ -235,6 +236,25 @@ class CompressedCache(Cache):
     def fork(self) -> CompressedCache:
         """An independent cache; tensors are shared until either changes."""
         return self.take(range(self.layers[0].sequences))
+
+    def state(self) -> State:
+        """All that it holds while it decodes, to the bit: numbers that JSON can hold, and tensors by name."""
+        facts: list[dict[str, Any]] = []
+        tensors: dict[str, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            own, mine = state(layer.decoding)
+            facts.append(own)
+            tensors |= {f"{i}.{name}": x for name, x in mine.items()}
+        return {"layers": facts}, tensors
+
+    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Bring it to a `state`; it holds the same sequences, as the same methods made them of the same prompt."""
+        by_layer: list[dict[str, Tensor]] = [{} for _ in self.layers]
+        for name, x in tensors.items():
+            number, _, rest = name.partition(".")
+            by_layer[int(number)][rest] = x
+        for layer, own, mine in zip(self.layers, facts["layers"], by_layer, strict=True):
+            restore(layer.decoding, own, mine)
 
     @property
     def held(self) -> Ints:

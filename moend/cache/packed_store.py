@@ -76,6 +76,23 @@ class PackedStore:
         store._place(list(heads))
         return store
 
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What it is and holds: numbers, and tensors by name."""
+        named = {"x": self.x, "step": self.step, "zero": self.zero, "scale_of": self.scale_of, "widened": self.widened}
+        told = {"heads": self.heads, "bits": self.bits, "group": self.group, "per": self.per, "dim": self.dim}
+        return told, {name: x for name, x in named.items() if x is not None}
+
+    @classmethod
+    def restored(cls, told: dict[str, Any], tensors: dict[str, Tensor]) -> PackedStore:
+        """The store of a state, whose tensors become its own."""
+        store = object.__new__(cls)
+        store.bits, store.group, store.per, store.dim = told["bits"], told["group"], told["per"], told["dim"]
+        store._shared = False
+        store.x, store.step, store.zero = tensors["x"], tensors["step"], tensors["zero"]
+        store.scale_of, store.widened = tensors.get("scale_of"), tensors.get("widened")
+        store._place(list(told["heads"]))
+        return store
+
     def _place(self, heads: list[int]) -> None:
         self.heads = heads
         self.fill(torch.full((len(heads),), self.slots))

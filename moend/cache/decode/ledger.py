@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,17 @@ class Ledger:
         self._area = self.area(token - 1)
         self._counted, self.base, self.per_token = token - 1, self.base.copy(), self.per_token.copy()
         self._spans.append((token, self.base, self.per_token))
+
+    def state(self) -> dict[str, Any]:
+        """Its numbers, as JSON can hold them; the trace of the last feed is left out."""
+        lists = {name: getattr(self, name).tolist() for name in ("base", "per_token", "_area")}
+        return {**lists, "counted": self._counted}
+
+    def restore(self, told: Mapping[str, Any]) -> None:
+        """Bring it to a state."""
+        for name in ("base", "per_token", "_area"):
+            setattr(self, name, np.array(told[name], dtype=np.int64))
+        self._counted, self._spans = int(told["counted"]), []
 
     def pick(self, order: Sequence[int]) -> Ledger:
         """The ledger of these sequences, in this order, with repetition."""
