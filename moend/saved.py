@@ -74,7 +74,7 @@ class Slot:
                 mine = mine.clone()
             memory.add(mine.untyped_storage().data_ptr())
             whole[name] = mine
-        header = {"of": self.digest, "facts": json.dumps(facts, allow_nan=False)}
+        header = {"of": self.digest, "step": str(facts.get("step", 0)), "facts": json.dumps(facts, allow_nan=False)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.saved.made(self.path.parent)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

@@ -68,6 +68,7 @@ class Started:
     log: str
     restarts: int = 0
     ended: str | None = None
+    saved: int = 0  # tokens that states of its unfinished answers held when it began
     barren: int = 0  # starts in a row, up to this one, that ended with no more than they began with
 
 

@@ -95,8 +95,12 @@ class Work:
         store = Store(Path(frozen["store"]))
         have = self.progress(frozen, store)
         before = self.sweep.started_of(job) if restarts else None
-        barren = before.barren + 1 if before is not None and sum(have.values()) <= sum(before.have.values()) else 0
-        started = Started(job, self.kind, Process.of(os.getpid()), time.time(), have, log, restarts, barren=barren)
+        saved = sum(store.cell(k).tokens_saved() for k in have)
+        grew = before is None or (sum(have.values()), saved) > (sum(before.have.values()), before.saved)
+        barren = 0 if before is None or grew else before.barren + 1
+        started = Started(
+            job, self.kind, Process.of(os.getpid()), time.time(), have, log, restarts, saved=saved, barren=barren
+        )
         self.sweep.write_started(started)
         ended = "killed"
         try:

@@ -24,7 +24,7 @@ from pipelines.execution import session as evaluate
 from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.planner import Cell, Plan
 from pipelines.results import aggregate as results
-from pipelines.store.cells import CorruptRecords, RecordKey, Shard, record_key
+from pipelines.store.cells import CorruptRecords, RecordKey, Shard, record_key, state_name
 from pipelines.store.files import write_json
 from pipelines.store.lease import Busy, LeaseLost, held
 
@@ -166,6 +166,8 @@ class Runner:
                         if record_key(record) not in done[cell.key]:  # a question that an earlier process answered
                             shards[cell.key].append(record)
                             advance()
+                    for cell in {c.key: c for c, _ in jobs}.values():
+                        self.plan.store.cell(cell.key).forget(state_name(examples))
         except UserError as e:
             self._block(cells, e)
         except OSError as e:
@@ -215,9 +217,11 @@ class Runner:
             batch = batches.pop(0)
             cells = list({c.key: c for c, _ in batch}.values())
             try:
-                records = session.run([(c.key, draw) for c, draw in batch], examples)
+                records = session.run([(c.key, draw) for c, draw in batch], examples, lambda x: say(self.console, x))
             except Exception as e:
                 if isinstance(e, UserError) and not isinstance(e, Infeasible):
+                    raise
+                if isinstance(e, OSError) and _is_storage(e):
                     raise
                 if len(cells) > 1:
                     batches = [[job for job in batch if job[0] is c] for c in cells] + batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +14,8 @@ from pipelines.planning.facts import Facts, Planner, bind_method, lengths
 from pipelines.planning.identity import canonical
 from pipelines.planning.needs import CalibrationNeed
 from pipelines.planning.schema import RunConfig
+from pipelines.store.cells import Store, state_name
+from pipelines.store.files import share
 from pipelines.store.provenance import provenance
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from moend.calibration.artefact import Artefact
     from moend.methods.bind import BoundMethod
     from moend.models.load import LoadedModel, ModelSpec
+    from moend.saved import Saved
 
 
 class Session(Protocol):
@@ -29,10 +32,13 @@ class Session(Protocol):
     def bind(self, key: str, config: RunConfig, facts: Facts, artefacts: dict[str, Path]) -> dict[str, Any] | None:
         """Fit a cell's method, its artefacts loaded and verified. Returns its plan as JSON, or None: there is none."""
 
-    def run(self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    def run(
+        self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]], tell: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
         """The (task, id) of one context for several (key, draw) of bound cells: one prefill.
 
-        Returns one record per example and job: those of the first example in the order of the jobs, and so on.
+        Returns one record per example and job: those of the first example in the order of the jobs, and so on. tell: is
+        told of saved states that are of no use, in a line each.
         """
 
 
@@ -123,7 +129,9 @@ class _Session:
             return None
         return dataclasses.asdict(bound.plan(length, new))
 
-    def run(self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    def run(
+        self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]], tell: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
         from moend.benchmarks import questions
         from moend.decoding import Job
 
@@ -142,15 +150,29 @@ class _Session:
         prompts = questions.prompts(rendered, tokenizer, visible=visible, turns=turns)
         answers = self.engine.run_questions(
             prompts,
-            [Job(self.bound[k], draw) for k, draw in jobs],
+            [Job(self.bound[k], draw, k) for k, draw in jobs],
             self.generation,
             question_visible=visible,
             seed=self.config.seed,
             positions=examples[0] == self.first,  # one example's are enough for a picture
             turns=turns,
+            saved=self._saved(jobs, examples, tell),
         )
         return [
             record(out, self.bench, prompt, prompts[0], self.bound[name], tokenizer, draw, len(jobs), self.made)
             for prompt, outcomes in zip(prompts, answers, strict=True)
             for (name, draw), out in zip(jobs, outcomes, strict=True)
         ]
+
+    def _saved(
+        self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]], tell: Callable[[str], None]
+    ) -> Saved | None:
+        """Where the state of these answers is kept: below the first of their cells."""
+        from moend.saved import Saved
+
+        every = self.config.engine.save_every_s
+        if not every or self.bench.kind == "nll":
+            return None
+        cell = Store(self.config.store).cell(jobs[0][0])
+        settings = self.config.engine.model_dump(exclude={"save_every_s", "routing_flips"})
+        return Saved(cell.state, state_name(examples), {"engine": settings}, every, tell=tell, made=share)

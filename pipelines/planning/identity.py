@@ -36,6 +36,7 @@ RUN_ONLY = frozenset(
         "dry_run",
         "engine.chunk",
         "engine.max_bytes",
+        "engine.save_every_s",
         "model.device",
         "model.device_map",
         "model.thinks",  # told of the template, which counts with the weights

@@ -27,6 +27,8 @@ from pipelines.planning.schema import RunConfig, validate
 from pipelines.store import provenance
 from pipelines.store.cells import CorruptRecords, RecordKey, Store
 
+LONG = 1024  # tokens: shorter answers end before a state is saved
+
 
 @dataclass
 class Cell:
@@ -131,6 +133,18 @@ class Plan:
             (max(c.facts.full_bytes for c in g) + sum(c.facts.cell_bytes for c in g) for g in self.waiting), default=0
         )
 
+    def state_bytes(self) -> int:
+        """The most disk that the states of long answers take at once: those of a group, twice while one is replaced."""
+        return max((2 * sum(map(_state_bytes, g)) for g in self.waiting), default=0)
+
+
+def _state_bytes(cell: Cell) -> int:
+    """What the saved state of a cell's answers takes: its draws of one context, grown by all that they generate."""
+    if not cell.config.engine.save_every_s or cell.facts.is_nll or cell.facts.new_tokens < LONG:
+        return 0
+    grown = 0 if cell.facts.arch is None else cell.facts.arch.full_bytes(cell.facts.new_tokens)
+    return cell.draws * (cell.facts.cell_bytes + grown)
+
 
 def make_plan(points: Sequence[Point], library: Planner) -> Plan:
     """Type, identify and place every point. Raises UserError before anything is written."""
@@ -205,7 +219,7 @@ def _computed_before(cell: Cell, store: Store) -> dict[str, Any] | None:
 
 
 RUN_ONLY_OVERRIDES = (
-    *("paths", "cluster", "tracking", "dry_run", "engine.chunk", "engine.max_bytes", "hydra"),
+    *("paths", "cluster", "tracking", "dry_run", "engine.chunk", "engine.max_bytes", "engine.save_every_s", "hydra"),
     *("model.device", "model.device_map"),
 )
 
@@ -264,6 +278,8 @@ def show(plan: Plan, console: Console, *, every_cell: bool) -> None:
         say(console, f"  prefills: {plan.prefills:,} planned, {plan.prefills_saved:,} saved by sharing{blocked}")
         say(console, f"  calibrations to compute: {', '.join(new) or 'none'}{packaged}")
         say(console, f"  caches in memory at once: about {size(plan.cache_bytes())}")
+        if needed := plan.state_bytes():
+            say(console, f"  disk for the state of long answers while they run: up to {size(needed)}")
         say(console, f"  time: {estimate(plan)}")
     if every_cell:
         table = Table("key", "group", "method", "budget", "benchmark", "question", "state", "records missing", box=None)

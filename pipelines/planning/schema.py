@@ -41,10 +41,14 @@ class GenerationConfig(_Strict):
 
 
 class EngineConfig(_Strict):
-    """chunk and max_bytes change memory and speed only; fuse changes what the recorded speeds mean."""
+    """chunk and max_bytes change memory and speed only; fuse changes what the recorded speeds mean.
+
+    save_every_s: seconds between two saved states of answers that take longer; 0 or null: none is saved.
+    """
 
     chunk: int = Field(ge=1)
     max_bytes: int | None = Field(ge=1)
+    save_every_s: float | None = Field(ge=0, allow_inf_nan=False)
     fuse: bool
     routing_flips: bool
 

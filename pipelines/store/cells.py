@@ -4,6 +4,7 @@
 <store>/cells/<key>/records/<i>-of-<n>.jsonl  one line per (task, id, draw); the reader takes the union
                             <i>-of-<n>.g2.jsonl  of who took the lease of a silent writer over (`Lease.writes`)
 <store>/cells/<key>/result.json               written last, only when every expected record is there
+<store>/cells/<key>/state/                    of long answers that are being generated (`moend.saved`)
 <store>/cells/<key>/log.txt                   failures, with tracebacks
 <store>/calibration/<key>/  sweeps/<name>/manifest.json  reports/<name>/  wandb/
 """
@@ -19,7 +20,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 from moend.errors import UserError, unknown
 from pipelines.store.files import create, make_folder, read_json, write_atomic, write_json
 from pipelines.store.lease import Busy, Lease, leased, taken
-from pipelines.store.payload import refuse_difference
+from pipelines.store.payload import key, refuse_difference
 
 RecordKey = tuple[str, str, int]
 SHARD = re.compile(r"(\d+)-of-(\d+)(?:\.g(\d+))?\.jsonl")
@@ -209,12 +210,50 @@ class CellStore:
         write_json(self.folder / "result.json", result)
         return True
 
+    @property
+    def state(self) -> Path:
+        """Where the states of its answers lie, each under the name of its context (`state_name`)."""
+        return self.folder / "state"
+
+    def forget(self, name: str) -> None:
+        """Remove the states of a context whose records are written."""
+        if self.state.is_dir():
+            for path in [*self.state.glob(f"{name}-*"), *self.state.glob(f".{name}-*")]:
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # states of other contexts are there
+                self.state.rmdir()
+
+    def tokens_saved(self) -> int:
+        """Tokens that the states of its unfinished answers hold: what there is of its work besides records."""
+        return sum(map(_steps, self.state.glob("*.safetensors")))
+
     def log(self, text: str) -> Path:
         """Append to the cell's log."""
         path = self.folder / "log.txt"
         with os.fdopen(create(path, flags=0), "a", encoding="utf-8") as f:
             f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
         return path
+
+
+def state_name(examples: Sequence[tuple[str, str]]) -> str:
+    """What the states of a context's answers are called."""
+    return key([list(example) for example in examples])
+
+
+def _steps(path: Path) -> int:
+    """Steps that a saved state says it has behind it, 0 where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return int(header["__metadata__"]["step"])
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ):  # replaced meanwhile, or damaged: the engine tells
+        return 0
 
 
 @dataclass(frozen=True)

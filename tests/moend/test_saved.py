@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from moend.benchmarks.base import Rendered, Sample
 from moend.budget import Budget
@@ -47,7 +54,6 @@ def load(tmp: Path, architecture: str = "", **extra: Any) -> Any:
     loaded = models.load(models.spec("recall_moe"), tmp)
     if architecture:
         model = tiny(architecture, vocab_size=140, **extra)
-        model.set_attn_implementation("moend")
         loaded = dataclasses.replace(loaded, model=model, arch=arch_of(model.config))
     return loaded
 
@@ -241,3 +247,58 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest
         slot.save({"step": 2}, {"x": torch.arange(3)})
     assert e.value.errno == 28
     assert (slot.load() or ({}, {}))[0] == {"step": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+LONG = 2048
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from tests.moend import test_saved as here
+folder, name, temperature = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+saved = None if sys.argv[4] == "alone" else here.Saved(folder, "example", {}, 0.05)
+((out,),) = here.long_answer(folder / "cache", name, temperature, saved)
+print(json.dumps(out.token_ids))
+"""
+
+
+def long_answer(cache: Path, name: str, temperature: float, saved: Saved | None) -> list[list[Outcome]]:
+    """2,048 tokens of a random model."""
+    loaded = load(cache, "llama", layers=2)
+    how = Generation(temperature=temperature)
+    jobs = [Job(cell(loaded, name), name="a")]
+    return unending(loaded).run_questions([prompt(loaded, LONG)], jobs, how, saved=saved)
+
+
+def steps(folder: Path) -> int:
+    """Tokens that the state of a running answer holds, 0 before there is one."""
+    for path in folder.glob("example-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            return int(file.metadata()["step"])
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "temperature"), [("H2O", 0.0), ("RKV", 1.0)])
+def test_2048_tokens_killed_at_five_random_moments(name: str, temperature: float, tmp_path: Path) -> None:
+    """By SIGKILL, wherever the process is; a greedy and a sampled answer of methods that quantise and evict."""
+    rng = random.Random()
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), name, str(temperature)]
+    moments, kills = sorted(rng.sample(range(100, LONG - 150), 5)), 0
+    while moments:
+        running = subprocess.Popen([*command, "saved"], cwd=root, stdout=subprocess.PIPE)
+        while running.poll() is None and steps(tmp_path) < moments[0]:
+            time.sleep(0.02)
+        time.sleep(rng.random() / 10)
+        running.kill()
+        running.communicate()
+        assert running.returncode == -signal.SIGKILL, "it ended before it was killed"
+        moments, kills = moments[1:], kills + 1
+    (path,) = tmp_path.glob("example-*.safetensors")
+    assert path.is_file() and kills == 5
+    last, alone = (
+        json.loads(subprocess.run([*command, how], cwd=root, check=True, capture_output=True).stdout)
+        for how in ("saved", "alone")
+    )
+    assert len(alone) == LONG and last == alone

@@ -89,7 +89,7 @@ class Session:
         self.cells[key] = (config, facts)
         return None if facts.is_full else {"schema": 1, "layers": []}
 
-    def run(self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    def run(self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]], tell: Any) -> list[dict[str, Any]]:
         ((task, id),) = examples
         self.library.prefills += 1
         time.sleep(self.library.delay)
