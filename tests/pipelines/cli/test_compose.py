@@ -72,7 +72,7 @@ CHOICES = st.sampled_from(sorted(GROUPS)).flatmap(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(["method=1d", "budget=10%", "seed=3", "method.group=32", "benchmark.tasks=[niah]"])
 @example(["method.beta=2", "+method.beta=3"])
 @example(["method.new=2", "+method.new=3"])

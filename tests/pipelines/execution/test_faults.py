@@ -20,9 +20,11 @@ from pipelines.cluster import snapshot, status, worker
 from pipelines.cluster.jobs import Submitted
 from pipelines.reporting import report
 from pipelines.store.cells import Store
+from tests import ROOT
+from tests.forked import Forked
 from tests.pipelines.cluster.test_worker import frozen
 from tests.pipelines.conftest import Runs
-from tests.pipelines.execution.test_run import ROOT, STUB_MAIN, cells
+from tests.pipelines.execution.test_run import STUB_MAIN, cells
 
 PATIENCE_S = 120.0
 IDS = [f"s{i}" for i in range(6)]
@@ -30,17 +32,9 @@ QUICK = "from pipelines.store import lease; lease.HEARTBEAT_S, lease.EXPIRY_S = 
 WAIT = "from pipelines.execution import runner; runner.POLL_S = 0.1"
 
 
-def start(store: Path, *args: str, fault: str = "", **env: str) -> subprocess.Popen[str]:
+def start(store: Path, *args: str, fault: str = "", **env: str) -> Forked:
     """The run program on a stub library, in a process of its own that begins with some lines of Python."""
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{fault}\n{STUB_MAIN}", f"paths.store={store}", "tracking=none", *args],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return Forked(f"{fault}\n{STUB_MAIN}", [f"paths.store={store}", "tracking=none", *args], env)
 
 
 # The second and later examples wait until the file that GATE names is there.
@@ -56,13 +50,12 @@ stub.Session.run = run
 """
 
 
-def waits(running: subprocess.Popen[str]) -> None:
+def waits(running: Forked) -> None:
     """Return once a process says that it waits for another one."""
-    assert running.stdout is not None
     assert any("waiting for another process" in line for line in running.stdout)
 
 
-def ended(*running: subprocess.Popen[str], code: int = 0) -> list[str]:
+def ended(*running: Forked, code: int = 0) -> list[str]:
     out = [p.communicate(timeout=PATIENCE_S)[0] for p in running]
     assert [p.returncode for p in running] == [code] * len(running), out
     return out

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from pipelines.planning import planner
 from pipelines.planning.facts import Planner
 from pipelines.results import load
 from pipelines.store.cells import Store
-from tests import ROOT
+from tests.forked import Forked
 from tests.pipelines.conftest import compose_points
 
 COMMAND = [
@@ -116,9 +113,9 @@ run.main(sys.argv[1:])
 def test_a_killed_run_neither_loses_nor_doubles_a_question(tmp_path: Path, prefills: list[int], undrawn: None) -> None:
     """Killed between the records of one context: its questions are asked again, and only the missing ones written."""
     args = [f"paths.store={tmp_path}", *COMMAND, "benchmark.turns=true"]
-    env = {**os.environ, "KILL_AFTER": "5"}
-    done = subprocess.run([sys.executable, "-c", KILLED, *args], cwd=ROOT, env=env, capture_output=True)
-    assert done.returncode == -signal.SIGKILL
+    killed = Forked(KILLED, args, {"KILL_AFTER": "5"})
+    killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL
     before = {c.key: Store(tmp_path).cell(c.key).records() for c in plan(tmp_path, "benchmark.turns=true").cells}
     assert sorted(map(len, before.values())) == [2, 3]
     assert run.main(args) == 0

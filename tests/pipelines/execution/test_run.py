@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from pipelines.results import rescore as rescoring
 from pipelines.store import provenance
 from pipelines.store.cells import Store
 from pipelines.store.lease import Lease, LeaseLost
-from tests import ROOT
+from tests.forked import Forked
 from tests.pipelines import stub
 from tests.pipelines.conftest import Runs, compose_points, sweep_points
 
@@ -46,12 +43,9 @@ def cells(store: Path) -> dict[str, dict[str, Any]]:
     return {p.parent.name: json.loads(p.read_text()) for p in store.glob("cells/*/result.json")}
 
 
-def process(store: Path, *args: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", STUB_MAIN, f"paths.store={store}", "tracking=none", *args]
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests that run in the background ignore it
-    )  # fmt: skip
+def process(store: Path, *args: str, **env: str) -> Forked:
+    """The run program on a stub library, in a process of its own."""
+    return Forked(STUB_MAIN, [f"paths.store={store}", "tracking=none", *args], env)
 
 
 @pytest.mark.req(7)

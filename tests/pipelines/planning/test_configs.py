@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from moend import paths
 from moend.methods import spec as methods
 from pipelines import run
+from pipelines.cli.hydra import Point
 from pipelines.planning import identity
 from pipelines.planning.parts import parts
 from pipelines.planning.schema import validate
@@ -29,10 +31,19 @@ OPTIONS = [
 ]
 
 
+@functools.cache
+def group_points(group: str) -> dict[str, Point]:
+    """The point of each option of a group, composed by one command; `model=hf` needs a name beside it."""
+    options = [o.partition("=")[2] for o in OPTIONS if o.startswith(f"{group}=") and o != "model=hf"]
+    found = compose_points([f"{group}={','.join(options)}", "dry_run=true", "-m"])
+    if group == "model":
+        found += compose_points(["model=hf", "model.id=owner/name", "dry_run=true"])
+    return {f"{group}={point.choices[group]}": point for point in found}
+
+
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_composes_and_binds(option: str, tmp_path: Path) -> None:
-    extra = ["model.id=owner/name"] if option == "model=hf" else []
-    (point,) = compose_points([option, *extra, "dry_run=true"])
+def test_every_option_composes_and_binds(option: str) -> None:
+    point = group_points(option.partition("=")[0])[option]
     config = validate(point)
     spec, method, bench = parts(config)
     assert (spec.name, method.name, bench.name) == tuple(point.choices[g] for g in ("model", "method", "benchmark"))
