@@ -33,20 +33,22 @@ class Adaptive(Uniform):
         for layer, scores in enumerate(division.scores):
 
             def fits(keep: int, layer: int = layer, scores: Tensor = scores) -> bool:
-                counts = np.array(adaptive(scores, keep, self.floor))
+                counts = np.array(adaptive(scores, keep, self.floor, division.least))
                 return division.price(layer, counts) <= division.rooms[layer]
 
-            keep = largest_that_fits(1, division.entries[layer], fits)  # below 16 bit a head's price has steps
-            found.append(adaptive(scores, keep, self.floor))
+            # below 16 bit a head's price has steps
+            keep = largest_that_fits(division.least, division.entries[layer], fits)
+            found.append(adaptive(scores, keep, self.floor, division.least))
         return found
 
 
-def adaptive(scores: Tensor, keep: int, floor: float = FLOOR) -> list[int]:
+def adaptive(scores: Tensor, keep: int, floor: float = FLOOR, least: int = 1) -> list[int]:
     """How many entries each head keeps, of sum H * keep: (1 - floor) * count_h + floor * keep.
 
     scores (H, n), -inf where there is nothing to keep; keep <= n: entries per head on average. count_h is how many of
     the layer's H * keep best scores are head h's; ties go to the lower head and position. The paper rounds each head
-    by itself, which can pass the sum; here the largest remainders are rounded up. Every head keeps at least one.
+    by itself, which can pass the sum; here the largest remainders are rounded up. Every head keeps at least `least`,
+    which is at most keep.
     """
     heads, n = scores.shape
     if torch.isnan(scores).any():
@@ -57,8 +59,8 @@ def adaptive(scores: Tensor, keep: int, floor: float = FLOOR) -> list[int]:
         raise UserError(f"the adaptive allocator's floor is a share in [0, 1], got {floor}")
     best = scores.float().flatten().argsort(descending=True, stable=True)[: heads * keep]
     count = torch.bincount(best // n, minlength=heads).double()
-    exact = ((1 - floor) * count + floor * keep).clamp(min=1.0)
-    exact = 1.0 + (exact - 1.0) * (heads * (keep - 1) / max(float((exact - 1.0).sum()), 1e-300))
+    exact = ((1 - floor) * count + floor * keep).clamp(min=float(least))
+    exact = least + (exact - least) * (heads * (keep - least) / max(float((exact - least).sum()), 1e-300))
     whole = (exact + 1e-9).floor()
     rest = heads * keep - int(whole.sum())
     whole[(whole - exact).argsort(stable=True)[:rest]] += 1

@@ -56,6 +56,7 @@ class Division:
     rooms: list[int]  # per layer: bytes of those entries
     total: int  # bytes for all layers together
     price: Callable[[int, Ints], int]  # (layer, entries (H,) of its heads) -> bytes
+    least: int = 1  # entries that every head gets
 
 
 class Allocator:
@@ -85,7 +86,7 @@ class Allocator:
     def divide(self, division: Division) -> list[list[int]] | None:
         """How many entries every KV head of every layer keeps of one sample; None: the plan's number, all alike.
 
-        The bytes of all heads together stay within `division.total`, and every head keeps at least one entry.
+        The bytes of all heads together stay within `division.total`. Every head keeps at least `division.least`.
         """
         return None
 

@@ -22,7 +22,7 @@ class GlobalTopK(Uniform):
     def divide(self, division: Division) -> list[list[int]]:
         """See `head_tokens`."""
         sizes = [len(s) for s in division.scores]
-        rows = ranked(division.scores, 1)  # sorted once: every number of entries is a prefix
+        rows = ranked(division.scores, division.least)  # sorted once: every number of entries is a prefix
 
         def counts(entries: int) -> list[Tensor]:
             return list(torch.bincount(rows[:entries], minlength=sum(sizes)).split(sizes))
@@ -31,7 +31,7 @@ class GlobalTopK(Uniform):
             held = enumerate(counts(entries))
             return sum(division.price(i, c.numpy(force=True)) for i, c in held) <= division.total
 
-        return [c.tolist() for c in counts(largest_that_fits(sum(sizes), len(rows), fits))]
+        return [c.tolist() for c in counts(largest_that_fits(sum(sizes) * division.least, len(rows), fits))]
 
 
 def head_tokens(scores: list[Tensor], entries: int, floor: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """The compressed cache: packing, layout while decoding, eviction, prefill."""
 
 from moend.cache.compressed import CompressedCache
-from moend.cache.layer_kv import LayerKV, Reindex, Schedule, ragged
+from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Reindex, Schedule
 from moend.cache.prefill import LayerCapture, LayerSpec, Prefilled, compress, prefill
 from moend.cache.select import Selector, select
 from moend.hf.attention import NAME, attention_of
@@ -9,6 +9,7 @@ from moend.hf.config import cache_argument
 
 __all__ = [
     "NAME",
+    "PROMPT_ONLY",
     "CompressedCache",
     "LayerCapture",
     "LayerKV",
@@ -21,6 +22,5 @@ __all__ = [
     "cache_argument",
     "compress",
     "prefill",
-    "ragged",
     "select",
 ]

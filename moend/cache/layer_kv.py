@@ -6,7 +6,7 @@ The LayerKVs that it returns hold the same entries, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -256,33 +256,6 @@ def _gain(packed: Packed, window: Tensor) -> int:
     if gain < 0:
         raise UserError(f"V scales of {packed.group} channels each take more than packing saves: share them among more")
     return gain
-
-
-def ragged(
-    keys: Tensor,
-    values: Tensor,
-    kept: Sequence[Tensor],
-    storage: Storage | Sequence[Storage],
-    *,
-    tokens_seen: int,
-    dtype: torch.dtype,
-) -> tuple[LayerKV, ...]:
-    """One LayerKV per KV head, for KV heads that keep different entries of keys, values (H, n, d).
-
-    kept: ascending indices (k_h,) of each KV head. storage: one for all KV heads or one for each; positions="none" says
-    that a KV head keeps all and needs no positions. They do not evict while decoding, as a scorer needs all KV heads of
-    a layer at once.
-    """
-    stored = [replace(storage, positions="per_head")] * len(kept) if isinstance(storage, Storage) else storage
-    kvs = []
-    for h, (index, own) in enumerate(zip(kept, stored, strict=True)):
-        whole = own.positions == "none"
-        if whole and len(index) < keys.shape[1]:
-            raise ValueError(f"head {h} keeps {len(index)} of {keys.shape[1]} entries: their positions are needed")
-        one = slice(h, h + 1)
-        positions = None if whole else index[None]
-        kvs.append(LayerKV(keys[one, index], values[one, index], positions, own, tokens_seen=tokens_seen, dtype=dtype))
-    return tuple(kvs)
 
 
 def gather(keys: Tensor, values: Tensor, positions: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from moend.cache.compressed import CaptureLayer, CompressedCache
-from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule, gather, ragged
+from moend.cache.layer_kv import PROMPT_ONLY, LayerKV, Schedule, gather
 from moend.cache.select import Selector
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule, attention_of
@@ -166,17 +167,21 @@ def prefill(
 class LayerSpec:
     """What one layer of one sequence is to hold: `tokens` entries now, how they are stored, when it evicts later.
 
-    heads: how many each KV head holds, where they differ; `tokens` then is only what was planned. storages: how each
-    head is stored, where that differs as well. slides: whether a layer with a window and without a cap lets go of what
-    has left it while decoding; False where so little comes that it need not.
+    heads: the same for each KV head, where they differ; `tokens` then is only what was planned, and `storage` and
+    `schedule` say nothing. slides: whether a layer with a window and without a cap lets go of what has left it while
+    decoding; False where so little comes that it need not.
     """
 
     tokens: int
     storage: Storage
     schedule: Schedule = PROMPT_ONLY
-    heads: tuple[int, ...] | None = None
-    storages: tuple[Storage, ...] | None = None
+    heads: tuple[LayerSpec, ...] | None = None
     slides: bool = True
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it evicts while decoding."""
+        return self.schedule.cap is not None
 
 
 def compress(
@@ -193,52 +198,66 @@ def compress(
     selector(l) is the method's scorer bound to layer l; score_key names it, so that cells with the same scorer share
     its scores. dtype is what 16-bit entries are stored in.
     """
-    layers: list[list[LayerKV | tuple[LayerKV, ...]]] = []
+    layers = []
     for index, spec in enumerate(specs):
-        keys, values, asked = prefilled.entries(index, row)
-        n = keys.shape[1]
-        rule = prefilled.layers[index].rule
-        choose, visible = replace(selector(index), rule=rule), n - oldest_seen(rule, n)
-        if spec.heads is not None:
-            scores = prefilled.scores(choose, score_key, row)
-            at = torch.arange(n, device=keys.device)
-            chosen = [choose.best(s[None], at, n, k)[0] for s, k in zip(scores, spec.heads, strict=True)]
-            layers.append([ragged(keys, values, chosen, spec.storages or spec.storage, tokens_seen=n, dtype=dtype)])
-            continue
-        positions: Tensor | None = None
-        accumulated = prefilled.seen(index, row, ("accumulated",))["accumulated"] if spec.storage.accumulated else None
-        queries = _latest(asked, keys.shape[0], spec.storage.queries) if spec.storage.queries else None
-        form: Literal["none", "shared", "per_head"] = "none"
-        if min(spec.tokens, visible) < n:
-            at = torch.arange(n, device=keys.device)
-            if spec.tokens < visible:
-                kept = choose.best(prefilled.scores(choose, score_key, row), at, n, spec.tokens)
-            else:  # all that a query will ever see
-                kept = at[None, n - visible :]
-            keys, values, positions = gather(keys, values, at, kept)
-            accumulated = None if accumulated is None else accumulated.gather(1, kept.expand(len(accumulated), -1))
-            form = "per_head" if kept.shape[0] > 1 else "shared"
-        storage, schedule = replace(spec.storage, positions=form), spec.schedule
-        chooser = choose if choose.scorer.at_decode else None
-        if schedule.cap is None and spec.slides and rule is not None and rule.reach is not None:
-            schedule, chooser = _slide(rule.reach, schedule), newest(index)
-        layers.append(
-            [
-                LayerKV(
-                    keys,
-                    values,
-                    positions,
-                    storage,
-                    tokens_seen=n,
-                    dtype=dtype,
-                    schedule=schedule,
-                    choose=chooser,
-                    accumulated=accumulated,
-                    queries=queries,
-                )
-            ]
-        )
+        choose = replace(selector(index), rule=prefilled.layers[index].rule)
+        scores = functools.partial(prefilled.scores, choose, score_key, row)
+        heads = [None] if spec.heads is None else range(len(spec.heads))
+        own = zip(spec.heads or [spec], heads, strict=True)
+        layers.append([tuple(_hold(prefilled, index, row, x, choose, scores, dtype, h) for x, h in own)])
     return CompressedCache(layers, prefilled.config)
+
+
+def _hold(
+    prefilled: Prefilled,
+    layer: int,
+    row: int,
+    spec: LayerSpec,
+    choose: Selector,
+    scores: Callable[[], Tensor],
+    dtype: torch.dtype,
+    head: int | None,
+) -> LayerKV:
+    """What one layer keeps of one sequence, or one KV head of it (None: all)."""
+    keys, values, asked = prefilled.entries(layer, row)
+    of, (heads, n, _), rule = slice(None) if head is None else slice(head, head + 1), keys.shape, choose.rule
+    keys, values, positions = keys[of], values[of], None
+    accumulated = queries = None
+    if spec.storage.accumulated:
+        accumulated = prefilled.seen(layer, row, ("accumulated",))["accumulated"][of]
+    if spec.storage.queries:
+        queries = _latest(asked, heads, spec.storage.queries)[of]
+    # a head of its own does not slide: it ranks what has left the window last, and keeps what it has room for
+    visible = n - oldest_seen(rule, n) if head is None else n
+    form: Literal["none", "shared", "per_head"] = "none"
+    if min(spec.tokens, visible) < n or (head is not None and spec.storage.positions != "none" and not spec.evicts):
+        at = torch.arange(n, device=keys.device)
+        if spec.tokens < visible:
+            ranks = scores()
+            kept = choose.best(ranks if head is None else ranks.expand(heads, -1)[of], at, n, spec.tokens)
+        else:  # all that a query will ever see
+            kept = at[None, n - visible :]
+        keys, values, positions = gather(keys, values, at, kept)
+        accumulated = None if accumulated is None else accumulated.gather(1, kept.expand(len(accumulated), -1))
+        form = "per_head" if kept.shape[0] > 1 or head is not None else "shared"
+        positions = positions[None] if head is not None else positions
+    schedule, chooser = spec.schedule, choose if choose.scorer.at_decode else None
+    if head is None and schedule.cap is None and spec.slides and rule is not None and rule.reach is not None:
+        schedule, chooser = _slide(rule.reach, schedule), newest(layer)
+    elif head is not None and chooser is not None:
+        chooser = chooser.of_head(head, heads)
+    return LayerKV(
+        keys,
+        values,
+        positions,
+        replace(spec.storage, positions=form),
+        tokens_seen=n,
+        dtype=dtype,
+        schedule=schedule,
+        choose=chooser,
+        accumulated=accumulated,
+        queries=queries,
+    )
 
 
 def _slide(reach: int, schedule: Schedule) -> Schedule:

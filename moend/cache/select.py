@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,23 @@ class Selector:
     rotary: Rotary | None = None  # for scorers that turn keys
     statistics: Mapping[str, Tensor] | None = None  # this layer's rows of the scorer's calibration
     rule: AttentionRule | None = None  # what the layer's attention asks (None: scaled products of all entries)
+    head: int = 0  # the first KV head that it sees of the layer
+
+    def of_head(self, head: int, heads: int) -> Selector:
+        """The same for one of the layer's `heads` KV heads, which is then all that the scorer sees.
+
+        Statistics and sinks are those of the query heads that share it.
+        """
+
+        def own(x: Tensor) -> Tensor:
+            return x.unflatten(0, (heads, -1))[head]
+
+        rule, statistics = self.rule, self.statistics
+        if rule is not None and rule.sinks is not None:
+            rule = replace(rule, sinks=own(rule.sinks))
+        if statistics is not None:
+            statistics = {name: own(x) for name, x in statistics.items()}
+        return replace(self, head=head, rule=rule, statistics=statistics)
 
     def scores(
         self,
@@ -61,6 +78,7 @@ class Selector:
         return self.scorer(
             LayerView(
                 layer=self.layer,
+                head=self.head,
                 keys=keys,
                 values=values,
                 positions=positions.long(),

@@ -14,7 +14,7 @@ import torch
 from moend.allocation import CostModel, Division, Task
 from moend.allocation.windows import allocate
 from moend.budget import Arch, Budget, eq1_bytes
-from moend.cache import CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
+from moend.cache import PROMPT_ONLY, CompressedCache, LayerSpec, Prefilled, Reindex, Schedule, Selector, compress
 from moend.calibration.artefact import Artefact
 from moend.errors import Blocked, Infeasible, UserError, unknown
 from moend.hf.rope import Rotary
@@ -78,11 +78,8 @@ class BoundMethod:
                 raise UserError(f"the plan has {len(self.given.layers)} layers, the model has {self.arch.layers}")
             if any(x.head_tokens is not None for x in self.given.layers):
                 raise UserError("the plan sets head_tokens; a plan per head sets heads")
-            headed = [x.heads for x in self.given.layers if x.heads is not None]
-            if any(len(heads) != self.arch.kv_heads for heads in headed):
+            if any(x.heads is not None and len(x.heads) != self.arch.kv_heads for x in self.given.layers):
                 raise UserError(f"the plan has layers of other than the model's {self.arch.kv_heads} KV heads")
-            if headed and self.method.evicts:
-                raise UserError("a plan per head needs method.schedule=prompt: heads do not evict while decoding")
         for kind, artefact in self.artefacts.items():
             made_for = {k: v for k, v in artefact.identity.get("arch", {}).items() if k != "max_positions"}
             if wrong := [f"{k}: has {v}, needs {n}" for k, v in made_for.items() if v != (n := getattr(self.arch, k))]:
@@ -255,24 +252,33 @@ class BoundMethod:
         specs = []
         for layer, window in zip(plan.layers, self._windows, strict=True):
             if layer.heads is not None:
-                specs.append(self._headed(layer.heads, tokens, new))
-                continue
-            cap = self._cap(layer, tokens, new)
-            storage = self.storage(cap, layer.k_bits, layer.v_bits)
-            if window is not None and window < plan.t_ref and layer.keep == 1:  # holds its window whole
+                heads = tuple(self._spec(x, tokens, new, 1) for x in layer.heads)
+                mean = round(sum(min(x.tokens, tokens) for x in heads) / len(heads))
+                specs.append(LayerSpec(mean, heads[0].storage, heads=heads))
+            elif window is not None and window < plan.t_ref and layer.keep == 1:  # holds its window whole
+                storage = self.storage(self._cap(layer, tokens, new), layer.k_bits, layer.v_bits)
                 specs.append(LayerSpec(EVERYTHING, storage.whole))
-                continue
-            if self.method.evicts and self.at == "peak":
-                cap = self._growth(cap, tokens, new, storage)
-            if self.method.keeps_all or cap >= tokens + (new if self.method.evicts else 0):
-                specs.append(LayerSpec(EVERYTHING, storage.whole))
-            elif not self.method.evicts:
-                specs.append(LayerSpec(cap, storage))
             else:
-                kind: Literal["strict", "periodic"] = "strict" if self._bounded else "periodic"
-                schedule = Schedule(cap, self.reserve(cap, new), self._beta(cap), kind)
-                specs.append(LayerSpec(min(self._after(cap, new), tokens), storage, schedule))
+                specs.append(self._spec(layer, tokens, new, self.arch.kv_heads))
         return self._sliding(specs, tokens, new)
+
+    def _spec(self, plan: LayerPlan, tokens: int, new: int, heads: int) -> LayerSpec:
+        """What a layer of this many KV heads holds, or one KV head with a plan of its own."""
+        cap = self._cap(plan, tokens, new)
+        storage = self.storage(cap, plan.k_bits, plan.v_bits)
+        if self.method.evicts and self.at == "peak":
+            cap = self._growth(cap, tokens, new, storage, heads)
+        if self.method.keeps_all or cap >= tokens + (new if self.method.evicts else 0):
+            return LayerSpec(EVERYTHING, storage.whole)
+        return self._capped(cap, storage, tokens, new)
+
+    def _capped(self, cap: int, storage: Storage, tokens: int, new: int) -> LayerSpec:
+        """What holds `cap` entries after the prompt, or never more while decoding, as the schedule asks."""
+        if not self.method.evicts:
+            return LayerSpec(cap, storage)
+        kind: Literal["strict", "periodic"] = "strict" if self._bounded else "periodic"
+        schedule = Schedule(cap, self.reserve(cap, new), self._beta(cap), kind)
+        return LayerSpec(min(self._after(cap, new), tokens), storage.evicting(cap), schedule)
 
     def held(self, tokens: int, new: int) -> tuple[int, int]:
         """Bytes after a prompt of `tokens`, and the most until `new` more have come, by what is planned."""
@@ -281,17 +287,14 @@ class BoundMethod:
     def _held(self, specs: Sequence[LayerSpec], tokens: int, new: int) -> tuple[int, int]:
         after = peak = 0
         for spec, window in zip(specs, self._windows, strict=True):
-            parts = [(spec.tokens, spec.storage, self.arch.kv_heads)]
-            if spec.heads is not None:
-                parts = [(n, x, 1) for n, x in zip(spec.heads, spec.storages or (), strict=True)]
-            for planned, storage, heads in parts:
-                seen = tokens if spec.heads is not None else visible(tokens, window)
-                n, s = min(planned, seen), spec.schedule
-                stored = storage.whole if planned >= tokens and s.cap is None else storage
+            heads, seen = (1, tokens) if spec.heads else (self.arch.kv_heads, visible(tokens, window))
+            for part in spec.heads or (spec,):
+                n, s = min(part.tokens, seen), part.schedule
+                stored = part.storage.whole if part.tokens >= tokens and s.cap is None else part.storage
                 now = replace(stored, positions="none") if n >= tokens else stored
-                if n < tokens and planned >= seen:  # nothing was chosen: what left the window went
+                if n < tokens and part.tokens >= seen:  # nothing was chosen: what left the window went
                     now = replace(stored, positions="shared")
-                if window is not None and s.cap is None and spec.slides and spec.heads is None:
+                if window is not None and s.cap is None and spec.slides and not spec.heads:
                     later = now if now.positions != "none" else replace(now, positions="shared")
                     held = sliding_bytes(n, new, window, now, heads, self.arch.head_dim, later)
                     after, peak = after + held[0], peak + held[1]
@@ -312,7 +315,7 @@ class BoundMethod:
         """Bytes of codes alone after a prompt of `tokens`, by eq. (1)."""
         total = 0
         for x, spec, window in zip(plan.layers, self._specs(plan, tokens, new), self._windows, strict=True):
-            counts = [(n, h) for n, h in zip(spec.heads or (), x.heads or (), strict=True)]
+            counts = [(min(s.tokens, tokens), h) for s, h in zip(spec.heads or (), x.heads or (), strict=True)]
             each = counts or [(min(spec.tokens, visible(tokens, window)), x)] * self.arch.kv_heads
             total += sum(eq1_bytes(n, 1, self.arch.head_dim, y.k_bits, y.v_bits) for n, y in each)
         return total
@@ -321,20 +324,13 @@ class BoundMethod:
         """Entries that a layer or a head may hold."""
         return max(plan.tokens if plan.tokens is not None else round(plan.keep * (tokens + new)), self.least)
 
-    def _headed(self, heads: Sequence[LayerPlan], tokens: int, new: int) -> LayerSpec:
-        """What a layer holds whose heads differ."""
-        caps = [self._cap(x, tokens, new) for x in heads]
-        storages = tuple(self._stored(n, x, full=n >= tokens) for n, x in zip(caps, heads, strict=True))
-        held = tuple(min(n, tokens) for n in caps)
-        return LayerSpec(round(sum(held) / len(held)), storages[0], heads=held, storages=storages)
-
-    def _growth(self, cap: int, tokens: int, new: int, storage: Storage) -> int:
+    def _growth(self, cap: int, tokens: int, new: int, storage: Storage, heads: int) -> int:
         """The cap of a prompt so short that it reaches it by growing.
 
         Its residual window is then at another point of its cycle than after an eviction, and may be longer. The cap
         gives way until the bytes are those that were planned.
         """
-        heads, dim = self.arch.kv_heads, self.arch.head_dim
+        dim = self.arch.head_dim
         reserve, top = self.reserve(cap, new), min(cap, tokens + new)
         whole = self.t_ref is None and self.given is None and cap >= tokens + new  # was costed as it will grow
         if whole or not storage.quantised or tokens >= cap - reserve:
@@ -384,7 +380,8 @@ class BoundMethod:
             division, stored = self._division(scores, specs, tokens, new)
             if (counts := self.method.make_allocator().divide(division)) is not None:
                 specs = [
-                    replace(s, heads=tuple(c), storage=own) for s, c, own in zip(specs, counts, stored, strict=True)
+                    replace(s, heads=tuple(self._capped(n, own, tokens, new) for n in c), schedule=PROMPT_ONLY)
+                    for s, c, own in zip(specs, counts, stored, strict=True)
                 ]
         if self.method.reindexes:
             if rotary is None:
@@ -405,28 +402,42 @@ class BoundMethod:
     def _division(
         self, scores: list[torch.Tensor], specs: Sequence[LayerSpec], tokens: int, new: int
     ) -> tuple[Division, list[Storage]]:
-        """What an allocator divides among heads by a sample's scores, and how the heads of each layer are stored."""
-        heads, dim = self.arch.kv_heads, self.arch.head_dim
+        """What an allocator divides among heads by a sample's scores, and how the heads of each layer are stored.
+
+        An entry to divide is one that a head holds after the prompt, or one of its cap where it evicts while decoding.
+        """
+        heads, dim, evicts = self.arch.kv_heads, self.arch.head_dim, self.method.evicts
         stored = [replace(s.storage, positions="per_head") for s in specs]
         grows = new if self.at == "peak" else 0  # entries that come to those of the prompt
 
         def price(layer: int, counts: Ints) -> int:
             if self.protocol == "paper":  # eq. (1) counts codes only
                 return eq1_bytes(int(counts.sum()), 1, dim, stored[layer].k_bits, stored[layer].v_bits)
+            if evicts:
+                return sum(_evicting(int(n), self.reserve(int(n), new), grows, stored[layer], dim) for n in counts)
             if grows:
                 return sum(_grown(int(n), grows, stored[layer], dim) for n in counts)
             return int(layer_bytes(counts, stored[layer], 1, dim).sum())
 
-        entries = [min(s.tokens, tokens) for s in specs]
+        entries = [min(s.schedule.cap or s.tokens, tokens) for s in specs]
         rooms = [price(i, np.full(heads, n)) for i, n in enumerate(entries)]
         total = self.budget.to_bytes(self.arch, tokens)
-        return Division(scores, entries, rooms, total, price), stored
+        return Division(scores, entries, rooms, total, price, self.least), stored
 
 
 @functools.lru_cache(maxsize=4096)
 def _grown(n: int, new: int, storage: Storage, dim: int) -> int:
     """The most bytes of one head that holds n entries after the prompt and all `new` ones."""
     return peak_layer_bytes(n + new, new, storage, 1, dim)
+
+
+@functools.lru_cache(maxsize=4096)
+def _evicting(cap: int, reserve: int, new: int, storage: Storage, dim: int) -> int:
+    """Bytes of one head with this cap after the prompt (new: 0), or the most that it holds with `new` to come."""
+    storage = storage.evicting(cap)
+    if new:
+        return peak_layer_bytes(cap, reserve, storage, 1, dim, new=new if storage.scales else None)
+    return int(layer_bytes(cap, storage, 1, dim))
 
 
 def _shares(layer: LayerPlan) -> LayerPlan:

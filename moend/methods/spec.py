@@ -123,11 +123,6 @@ class Method:
                 f"allocator {divides.name} compares the scores of different heads, and those of scorer {made.name} are "
                 "places in each head's own order: set method.allocator.name=uniform"
             )
-        if self.evicts:
-            raise UserError(
-                f"allocator {divides.name} gives heads different numbers of entries, and such heads do not evict while "
-                "decoding yet: set method.schedule=prompt"
-            )
 
     @property
     def label(self) -> str:

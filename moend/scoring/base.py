@@ -26,6 +26,7 @@ class LayerView:
     now: int  # position of the next query
     queries: Tensor | None = None  # (H_q, w, d), after RoPE: those at positions now - w ... now - 1
     scaling: float = 1.0  # what the model multiplies q . k with
+    head: int = 0  # the first of the KV heads among those of the layer: not 0 where a head is scored alone
     rule: AttentionRule | None = None  # windows, soft cap and sinks of the layer's attention; None: it has none
     rotary: Rotary | None = None  # how the layer turns queries and keys
     statistics: Mapping[str, Tensor] | None = None  # this layer's rows of the calibration `Scorer.statistics`

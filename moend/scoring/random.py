@@ -36,7 +36,7 @@ class Random(Scorer):
     def __call__(self, view: LayerView) -> Tensor:
         """(H, n) float32 in [0, 1)."""
         device = view.keys.device
-        heads = torch.arange(len(view.keys), device=device)[:, None]
+        heads = torch.arange(view.head, view.head + len(view.keys), device=device)[:, None]
         state = _mix(torch.tensor(_signed(view.seed + _GOLDEN), device=device))
         for part in (torch.tensor(view.layer, device=device), heads, view.at):
             state = _mix(state + (part + 1) * _signed(_GOLDEN))

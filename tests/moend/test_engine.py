@@ -176,9 +176,7 @@ def test_bytes_predicted_held_and_within_budget(loaded, artefacts, examples, nam
         specs = bound.specs(cut, new)
         predicted = 0
         for s in specs:
-            parts = [(s.tokens, s.storage, arch.kv_heads)]
-            if s.heads is not None and s.storages is not None:
-                parts = [(n, own, 1) for n, own in zip(s.heads, s.storages, strict=True)]
+            parts = [(p.tokens, p.storage, 1 if s.heads else arch.kv_heads) for p in s.heads or (s,)]
             for n, storage, heads in parts:
                 predicted += int(layer_bytes(min(n, cut), storage.whole if n >= cut else storage, heads, arch.head_dim))
         assert out.resident_bytes == predicted <= total

@@ -21,7 +21,6 @@ from moend.cache import (
     cache_argument,
     compress,
     prefill,
-    ragged,
     select,
 )
 from moend.cache.decode.eviction import DecodingLayer
@@ -45,7 +44,7 @@ class Lottery:
     def __call__(self, view: LayerView) -> torch.Tensor:
         generator = torch.Generator().manual_seed(view.layer)
         heads = view.keys.shape[0] if self.per_head else 1
-        big = torch.rand(heads, 5000, generator=generator)
+        big = torch.rand(view.head + heads, 5000, generator=generator)[view.head :]
         return big.gather(1, view.at.expand(heads, -1))
 
 
@@ -142,8 +141,11 @@ def test_ragged_heads_equal_masked_full(name):
     counts, visible, layers = [[3, 60], [41, 12], [70, 1]], [], []
     for layer, heads in zip(prefilled.layers, counts, strict=True):
         kept = [torch.randperm(cut)[:k].sort().values for k in heads]
-        rows = ragged(layer.keys[0], layer.values[0], kept, Storage(), tokens_seen=cut, dtype=torch.float32)
-        layers.append([rows])
+        own, rows = Storage(positions="per_head"), []
+        for head, at in enumerate(kept):
+            sides = (x[0, head : head + 1, at] for x in (layer.keys, layer.values))
+            rows.append(LayerKV(*sides, at[None], own, tokens_seen=cut, dtype=torch.float32))
+        layers.append([tuple(rows)])
         assert sum(r.bytes for r in rows) == sum(k * (2 * 16 * 4 + 4) for k in heads)
         seen = torch.ones(2, 100, 100).tril().bool()
         for head, index in enumerate(kept):
@@ -169,7 +171,7 @@ def test_heads_of_their_own_length_and_storage(bits):
     few, whole = Storage(*bits, 8, 4, "per_head"), Storage(16, bits[1], 16, 4)
     counts = [(13, cut), (cut, 40), (22, 5)]
     specs = [
-        LayerSpec(40, few, heads=heads, storages=tuple(whole if n == cut else few for n in heads)) for heads in counts
+        LayerSpec(40, few, heads=tuple(LayerSpec(n, whole if n == cut else few) for n in heads)) for heads in counts
     ]
     cache, visible = fork(prefilled, specs), []
     for parts, heads, layer in zip(cache.parts(), counts, range(3), strict=True):
@@ -187,14 +189,6 @@ def test_heads_of_their_own_length_and_storage(bits):
     ours = torch.cat([step(model, cache, part) for part in ids[:, cut:].split([1, 9, 20], dim=1)], dim=1)
     reference = masked_reference(model, ids, visible)[:, cut:]
     assert (ours - reference).abs().max() < (1e-4 if bits == (16, 16) else 0.05 * reference.abs().max())
-
-
-def test_a_head_that_dropped_entries_needs_positions():
-    keys, values = torch.randn(2, 2, 9, 16)
-    with pytest.raises(ValueError, match="head 1 keeps 4 of 9 entries"):
-        ragged(
-            keys, values, [torch.arange(9), torch.arange(4)], [Storage(), Storage()], tokens_seen=9, dtype=torch.float32
-        )
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
@@ -593,6 +587,33 @@ def test_decode_eviction_equals_masked_full(name, kind, feed, per_head):
     assert not any(v[:, -1].all() for v in visible)
     reference = masked_reference(model, ids, visible)[:, cut:]
     assert (torch.cat(ours, dim=1) - reference).abs().max() < 1e-4
+
+
+@pytest.mark.req(13)
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8)])
+@pytest.mark.parametrize("kind", ["strict", "periodic"])
+@pytest.mark.parametrize("feed", [1, 7, 100])
+def test_heads_of_their_own_size_evict_while_decoding(kind, feed, bits):
+    """Each head has its own cap and drops entries when it is full: a full cache with what it dropped masked."""
+    model, ids, cut = tiny(), torch.randint(3, 97, (1, 150)), 60
+    storage = Storage(*bits, 8, 4, "per_head")
+
+    def head(cap: int) -> LayerSpec:
+        schedule = Schedule(cap, min(cap // 2, 9), beta=7, kind=kind)
+        return LayerSpec(min(cap - schedule.reserve * (kind == "strict"), cut), storage.evicting(cap), schedule)
+
+    caps = [(40, 12), (70, 33), (8, 9)]
+    specs = [LayerSpec(1, storage, heads=tuple(map(head, own))) for own in caps]
+    cache = fork(prefill(model, ids[:, :cut]), specs)
+    ours = torch.cat([step(model, cache, part) for part in ids[:, cut:].split(feed, dim=1)], dim=1)
+    visible = []
+    for layer, spec in enumerate(specs):
+        each = [simulate(own, layer, cut, 150, True)[h] for h, own in enumerate(spec.heads or ())]
+        visible.append(torch.stack(each))
+    reference = masked_reference(model, ids, visible)[:, cut:]
+    assert (ours - reference).abs().max() < (1e-4 if bits == (16, 16) else 0.05 * reference.abs().max())
+    for counts, own in zip(cache.counts(), caps, strict=True):
+        assert all(n <= cap + (kind == "periodic") * 7 for n, cap in zip(counts, own, strict=True))
 
 
 @pytest.mark.parametrize("bits", [(8, 4), (16, 4), (4, 16), (2, 2)])

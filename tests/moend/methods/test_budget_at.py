@@ -24,10 +24,8 @@ def next_entry(b: BoundMethod, spec: LayerSpec, new: int) -> int:
 
     Below 16 bit that may be a group of K: its scales, or two scale slots where a layer evicts while decoding.
     """
-    if spec.heads is not None:
-        parts = [(n, x, 1) for n, x in zip(spec.heads, spec.storages or (), strict=True)]
-    else:
-        parts = [(spec.tokens if spec.schedule.cap is None else spec.schedule.cap, spec.storage, ARCH.kv_heads)]
+    count = 1 if spec.heads else ARCH.kv_heads
+    parts = [(x.schedule.cap or x.tokens, x.storage, count) for x in spec.heads or (spec,)]
     most = 0
     for cap, now, heads in parts:
         flat = heads * (4 * ARCH.head_dim + 8)
@@ -60,7 +58,7 @@ def test_nobody_leaves_more_than_a_little_unspent(name, budget, tokens, new, at)
         return
     assert held <= total
     stays = tokens + (new if at == "peak" and b.method.evicts else 0)
-    if all(min(s.heads or [s.tokens if s.schedule.cap is None else s.schedule.cap]) >= stays for s in specs):
+    if all(min(p.schedule.cap or p.tokens for p in s.heads or (s,)) >= stays for s in specs):
         return  # everything is kept
     assert total - held < max(SHARE * total, sum(next_entry(b, s, new) for s in specs))
 
