@@ -1,7 +1,8 @@
 """Needle in a haystack (after RULER, Hsieh et al. 2024): a seven-digit number hidden in long text and asked for.
 
-One needle (`keys: 1`) or several of which one is asked for; haystack of real text or of repeated noise sentences.
-Depths follow the golden-ratio sequence, which is even for any number of samples, so a larger limit only appends.
+One needle (`keys: 1`) or several of which one is asked for. The wording of needle and question and the topic of the
+text change from sample to sample (`phrasing: mix`), so that no method is judged by one sentence. Depths follow the
+golden-ratio sequence, which is even for any number of samples, so a larger limit only appends.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any, ClassVar
 
 from moend.benchmarks.answers.extract import number_of_digits
 from moend.benchmarks.base import Benchmark, Rendered, Sample, choice, log, whole
+from moend.benchmarks.phrasings import MIX, PHRASINGS
 from moend.benchmarks.prompts import Prompt, assemble, encode, render_prompt
 from moend.benchmarks.text import CHARS_PER_TOKEN, part
+from moend.benchmarks.topics import filler, topics
 from moend.budget import Arch
-from moend.errors import UserError
+from moend.errors import UserError, unknown
 
-HAYSTACKS = ("text", "noise")
+HAYSTACKS = ("topics", "text", "noise")
 NOISE = "The road is long. The hills are low. The rain has stopped. A cart goes by. Nothing else is new here. "
 _WORDS = """
 anchor apple arrow badge banjo barrel basket beacon blanket bottle branch bridge brush bucket button cabin candle
@@ -41,17 +44,19 @@ LEAST = 64  # tokens that no tokenizer can say the task in
 class Niah(Benchmark):
     """Exact match of the number. The rendered prompt, chat template included, fits `length` tokens to one sentence.
 
-    keys: needles in the text. haystack: "text" (which begins again, with a warning, where it is too short) or "noise".
-    haystack_file: a UTF-8 text of the user's own.
-    phrasing: the words of needle and question; 0 has one sentence for all samples.
+    keys: needles in the text, all in one wording. phrasing: "mix" or the number of one wording (`phrasings.py`); 0 is
+        the one of the earlier results.
+    haystack: "topics" (eight, mixed as the wordings are), "text" (which begins again, with a warning, where it is too
+        short) or "noise"; null: topics, but text with phrasing 0 or a haystack_file, a UTF-8 text of the user's own.
+    The wordings and topics belong to the split "test" alone.
     """
 
     length: int | None = 1024
     rows: int | None = 20
     keys: int = 1
-    haystack: str = "text"
+    haystack: str | None = None
     haystack_file: str | None = None
-    phrasing: int = 0
+    phrasing: int | str = MIX
 
     all_tasks: ClassVar[tuple[str, ...]] = ("niah",)
     begins_answer: ClassVar[bool] = True
@@ -63,14 +68,19 @@ class Niah(Benchmark):
             raise UserError(f"benchmark.length of {self.name} must be a number of tokens")
         if self.length < LEAST:
             raise UserError(f"benchmark.length={self.length} is too short for {self.name}: at least {LEAST} tokens")
+        if (self.phrasing != MIX and self.phrasing not in range(len(PHRASINGS))) or isinstance(self.phrasing, bool):
+            raise unknown("benchmark.phrasing", str(self.phrasing), [MIX, *map(str, range(len(PHRASINGS)))])
+        mine = self.phrasing == 0 or self.haystack_file is not None
+        self._set("haystack", self.haystack or ("text" if mine else "topics"))
         choice("benchmark.haystack", self.haystack, HAYSTACKS)
+        if self.split != "test" and (self.phrasing != 0 or self.haystack == "topics"):
+            raise UserError(
+                f"benchmark.split={self.split}: wordings and topics are for tests only, so that no calibration sees"
+                " them: set benchmark.phrasing=0"
+            )
         self._set("keys", whole("benchmark.keys", self.keys, least=1))
         if self.keys > len(WORDS):
             raise UserError(f"benchmark.keys={self.keys} is more than the {len(WORDS)} key words")
-        if self.phrasing != 0 or isinstance(self.phrasing, bool):
-            raise UserError(
-                f"benchmark.phrasing={self.phrasing}: this version has 0 only, one sentence for all samples"
-            )
         if self.haystack_file is not None and self.haystack != "text":
             raise UserError("benchmark.haystack_file needs benchmark.haystack=text")
 
@@ -92,12 +102,23 @@ class Niah(Benchmark):
         samples = []
         for i in range(self.limit or self.rows or 20):
             name = f"niah-{self.split}-{self.haystack}-{self.length}-k{self.keys}-s{self.seed}-{i}"
-            samples.append(self._sample("niah", name, haystack, ((i + 0.5) * GOLDEN + start) % 1.0))
+            samples.append(self._sample("niah", name, haystack, ((i + 0.5) * GOLDEN + start) % 1.0, i))
         return samples
+
+    def _variant(self, i: int) -> tuple[int, str]:
+        """Wording and topic of the i-th sample: every wording once, then every wording again with another topic."""
+        words, subjects = list(range(len(PHRASINGS))), sorted(topics())
+        rng = random.Random(f"niah-mix-{self.seed}")
+        rng.shuffle(words)
+        rng.shuffle(subjects)
+        wording = words[i % len(words)] if isinstance(self.phrasing, str) else self.phrasing
+        return wording, subjects[(i + i // len(words)) % len(subjects)]
 
     def _haystack(self, length: int) -> tuple[str, int]:
         """A text and how many of its characters make a window that holds enough tokens."""
         size = int(length * CHARS_PER_TOKEN) + 200
+        if self.haystack == "topics":  # every sample has a text of its own
+            return "", size
         if self.haystack == "noise":
             return (NOISE * (size // len(NOISE) + 1)).strip(), size
         text = part(self.split, self.haystack_file)
@@ -106,24 +127,32 @@ class Niah(Benchmark):
             text = "\n\n".join([text] * (size // max(len(text), 1) + 1))
         return text, size
 
-    def _sample(self, task: str, name: str, haystack: tuple[str, int], depth: float) -> Sample:
-        """The sample of this name: all but the depth follows from it."""
+    def _sample(self, task: str, name: str, haystack: tuple[str, int], depth: float, i: int) -> Sample:
+        """The i-th sample of a task: all but the depth follows from its name, which says wording and topic if mixed."""
+        wording, topic = self._variant(i)
+        if self.phrasing != 0:
+            name += f"-p{wording}"
+        if self.haystack == "topics":
+            name += f"-{topic}"
         (text, size), rng = haystack, random.Random(name)
         if self.haystack == "text":
             at = text.rfind("\n", 0, rng.randrange(len(text) - size + 1) + 1) + 1
             text = text[at : at + size].strip()
+        elif self.haystack == "topics":
+            text = filler(topic, size, rng)
         words = rng.sample(WORDS, self.keys)
         numbers = rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
         depths = [depth, *(rng.random() for _ in range(self.keys - 1))]
         needles = [[w, str(n), d] for w, n, d in zip(words, numbers, depths, strict=True)]
+        said = PHRASINGS[wording]
         return Sample(
             task,
             name,
             text,
-            f"What is the access code for {words[0]} given in the text above? Reply with the number only.",
-            f"The access code for {words[0]} is",
+            said.question.format(key=words[0]),
+            said.prefix.format(key=words[0]),
             (str(numbers[0]),),
-            {"needles": needles, "depth": depth},
+            {"needles": needles, "depth": depth} | ({"phrasing": wording} if wording else {}),
         )
 
     def prompt_length(self, sample: Sample) -> int:
@@ -131,16 +160,13 @@ class Niah(Benchmark):
         return self.length or 0
 
     def _prompt(self, sample: Sample, units: list[str]) -> Prompt:
+        said = PHRASINGS[sample.meta.get("phrasing", 0)]
         ends = [0, *accumulate(map(len, units))]
         context = list(units)
         for word, number, depth in sorted(sample.meta["needles"], key=lambda n: -float(n[2])):
             at = min(range(len(ends)), key=lambda i: abs(ends[i] - depth * ends[-1]))
-            context.insert(at, f"The access code for {word} is {number}. ")
-        opening = (
-            "An access code is hidden in the text below. Remember it: you will be asked for it afterwards.\n\n"
-            if self.keys == 1
-            else "Access codes are hidden in the text below. Remember them: you will be asked for one afterwards.\n\n"
-        )
+            context.insert(at, said.needle.format(key=word, number=number) + " ")
+        opening = (said.one if self.keys == 1 else said.several) + "\n\n"
         return Prompt(opening, "".join(context).rstrip(), "\n\n" + sample.question, sample.answer_prefix)
 
     def render(

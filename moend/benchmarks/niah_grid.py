@@ -49,9 +49,9 @@ class NiahGrid(Niah):
         for task in self.task_names:
             length, haystack = _length(task), self._haystack(_length(task))
             for i in range(self.limit or self.rows or 1):
-                for depth in self.depths:
+                for at, depth in enumerate(self.depths):
                     name = f"niah-grid-{self.split}-{self.haystack}-{length}-{depth}-k{self.keys}-s{self.seed}-{i}"
-                    sample = self._sample(task, name, haystack, depth)
+                    sample = self._sample(task, name, haystack, depth, i * len(self.depths) + at)
                     axes = {"length": length, "depth": depth}
                     samples.append(dataclasses.replace(sample, meta={**sample.meta, "axes": axes}))
         return samples

@@ -240,7 +240,9 @@ def test_overlap():
 @pytest.mark.parametrize("name", ["recall", "niah", "niah_multikey", "niah_grid", "ruler", "continuation"])
 def test_calibration_and_evaluation_are_disjoint(name):
     rows = {"limit": 20} if name == "ruler" else {}
-    require_disjoint(benchmark(name, split="calibration", limit=5).samples(), benchmark(name, **rows).samples())
+    old = {"phrasing": 0} if name.startswith("niah") else {}
+    calibration = benchmark(name, split="calibration", limit=5, **old)
+    require_disjoint(calibration.samples(), benchmark(name, **rows, **old).samples())
     with pytest.raises(UserError):
         require_disjoint(benchmark(name, limit=5).samples(), benchmark(name).samples())
 

@@ -40,7 +40,7 @@ def render(tokenizer, name, **fields):
 
 @slow
 def test_niah(tokenizer):
-    r = render(tokenizer, "niah")
+    r = render(tokenizer, "niah", phrasing=0)
     assert list(r.ids[:24]) == CHAT_START
     assert list(r.ids[-12:]) == [*CHAT_END, 504, 1594, 2909, 327, 22422, 314]  # The access code for helmet is
     assert r.gold_ids == (216, 41, 39, 37, 38, 35, 41, 38)
@@ -49,7 +49,7 @@ def test_niah(tokenizer):
 
 @slow
 def test_niah_multikey(tokenizer):
-    r = render(tokenizer, "niah_multikey")
+    r = render(tokenizer, "niah_multikey", phrasing=0)
     assert (len(r.ids), r.context_tokens, digest(r.ids)) == (1015, 981, "12a74772abe59042")
 
 
@@ -155,9 +155,9 @@ BYTES = {
 def test_needles_and_ruler_in_two_chat_templates(which):
     template, bos = TEMPLATES[which]
     tok, got = byte_tokenizer(bos=bos, template=template), {}
-    grid = benchmark("niah_grid", lengths=[1000, 2000], depths=[0, 1], limit=1)
+    grid = benchmark("niah_grid", lengths=[1000, 2000], depths=[0, 1], limit=1, phrasing=0)
     ruler = benchmark("ruler", length=9000, limit=1)
-    for b in (benchmark("niah", length=1000, limit=1), grid, ruler):
+    for b in (benchmark("niah", length=1000, limit=1, phrasing=0), grid, ruler):
         for s in b.samples():
             r = b.render(s, tok, Arch(2, 2, 1, 8, 10_000), chat=True)
             assert list(r.ids).count(tok.bos_token_id) == bos and (r.ids[0] == tok.bos_token_id) == bos

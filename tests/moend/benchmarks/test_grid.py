@@ -16,7 +16,9 @@ CHAT = byte_tokenizer(bos=False, template=CHATML)
 
 
 def grid(**fields):
-    return benchmark("niah_grid", **{"lengths": [1000, 3000], "depths": [0, 0.5, 1], "limit": 2, **fields})
+    return benchmark(
+        "niah_grid", **{"lengths": [1000, 3000], "depths": [0, 0.5, 1], "limit": 2, "phrasing": 0, **fields}
+    )
 
 
 def test_every_length_meets_every_depth():

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import random
 import re
+from collections import Counter
 
 import pytest
+import yaml
 
+from moend import paths
 from moend.benchmarks import benchmark, niah
+from moend.benchmarks.contamination import shared
+from moend.benchmarks.phrasings import PHRASINGS
 from moend.benchmarks.text import bundled, part
+from moend.benchmarks.topics import distinct, filler, topics
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
 from tests.moend.benchmarks.conftest import CHATML, byte_tokenizer
@@ -34,7 +42,7 @@ def test_text_is_the_one_the_numbers_were_made_with():
 @pytest.mark.parametrize("keys", [1, 4])
 @pytest.mark.parametrize(("tokenizer", "chat"), [(BYTES, False), (CHAT, True)])
 def test_prompts_fit_and_hold_their_needles(haystack, keys, tokenizer, chat):
-    b = benchmark("niah", haystack=haystack, keys=keys, length=1500, limit=6)
+    b = benchmark("niah", phrasing=0, haystack=haystack, keys=keys, length=1500, limit=6)
     for s in b.samples():
         r = b.render(s, tokenizer, ARCH, chat=chat)
         assert 1000 < r.prompt_tokens <= 1500
@@ -53,7 +61,7 @@ def test_prompts_fit_and_hold_their_needles(haystack, keys, tokenizer, chat):
 
 def test_the_haystack_is_as_long_as_fits():
     """One more sentence would be too much."""
-    b = benchmark("niah", length=1500, limit=5)
+    b = benchmark("niah", phrasing=0, length=1500, limit=5)
     for s in b.samples():
         r = b.render(s, BYTES, ARCH, chat=False)
         units = niah.UNIT.findall(s.context)
@@ -64,7 +72,7 @@ def test_the_haystack_is_as_long_as_fits():
 
 
 def test_depths_are_spread_and_true():
-    b = benchmark("niah", length=3000, limit=40)
+    b = benchmark("niah", phrasing=0, length=3000, limit=40)
     depths = []
     for s in b.samples():
         text = BYTES.decode(b.render(s, BYTES, ARCH, chat=False).ids)
@@ -77,7 +85,9 @@ def test_depths_are_spread_and_true():
 
 
 def test_rows_do_not_depend_on_the_limit():
-    assert benchmark("niah", limit=5).samples() == benchmark("niah", limit=50).samples()[:5]
+    for phrasing in (0, "mix"):
+        few, many = (benchmark("niah", phrasing=phrasing, limit=n).samples() for n in (5, 50))
+        assert few == many[:5]
     ids = [s.id for n in ("niah", "niah_multikey") for s in benchmark(n, limit=50).samples()]
     assert len(set(ids)) == 100
 
@@ -99,7 +109,7 @@ def test_lengths_that_cannot_fit():
 
 
 def test_a_text_that_is_too_short_begins_again_and_says_so(caplog):
-    samples = benchmark("niah", length=200_000, limit=2).samples()
+    samples = benchmark("niah", phrasing=0, length=200_000, limit=2).samples()
     assert [r.getMessage().count("repeats") for r in caplog.records] == [1]
     assert all(len(s.context) >= 200_000 * 5 and len(set(s.context.split("\n\n"))) > 1000 for s in samples)
     head = part("test")[:500]
@@ -111,7 +121,7 @@ def test_haystack_file(tmp_path):
     file.write_text("\n".join(f"Line {chr(97 + i % 26)} of mine is here." for i in range(2000)))
     b = benchmark("niah", haystack_file=str(file), limit=2)
     assert "of mine" in BYTES.decode(b.render(b.samples()[0], BYTES, ARCH, chat=False).ids)
-    assert b.identity() != benchmark("niah", limit=2).identity()
+    assert b.identity() != benchmark("niah", haystack="text", limit=2).identity()
     with pytest.raises(Blocked):
         benchmark("niah", haystack_file=str(tmp_path / "no.txt")).samples()
     file.write_bytes(b"\xff\xfe\xff")
@@ -133,8 +143,72 @@ def test_score():
 
 @pytest.mark.req(12)
 def test_golden_prompt():
-    b = benchmark("niah", length=700, limit=1)
+    b = benchmark("niah", phrasing=0, length=700, limit=1)
     r = b.render(b.samples()[0], CHAT, ARCH, chat=True)
     text = CHAT.decode(r.ids)
     assert text.startswith("<|im_start|>user\nAn access code is hidden in the text below. Remember it:")
     assert hashlib.sha256(str(r.ids).encode()).hexdigest()[:16] == "6e8e3c6e75f36913"
+
+
+@pytest.mark.parametrize("keys", [1, 4])
+def test_the_mix_says_every_needle_as_its_wording_does(keys):
+    b = benchmark("niah", keys=keys, length=1500, limit=len(PHRASINGS))
+    assert b.phrasing == "mix" and b.haystack == "topics"
+    for s in b.samples():
+        said = PHRASINGS[s.meta.get("phrasing", 0)]
+        text = CHAT.decode(b.render(s, CHAT, ARCH, chat=True).ids)
+        for word, number, _ in s.meta["needles"]:
+            assert text.count(said.needle.format(key=word, number=number).rstrip(".")) == 1
+        assert said.question.format(key=s.meta["needles"][0][0]) in text
+        assert (said.one if keys == 1 else said.several) in text
+        assert sum(p.prefix.format(key=s.meta["needles"][0][0]) == s.answer_prefix for p in PHRASINGS) == 1
+
+
+def test_the_mix_meets_every_wording_and_every_topic_equally():
+    n = len(PHRASINGS)
+    assert n >= 8 and len(topics()) == 8
+    samples = benchmark("niah", limit=8 * n).samples()
+    pairs = Counter((s.meta.get("phrasing", 0), s.id.rsplit("-", 1)[1]) for s in samples)
+    assert len(pairs) == 8 * n and set(pairs.values()) == {1}
+    assert {s.meta.get("phrasing", 0) for s in samples[:n]} == set(range(n))
+    other = benchmark("niah", seed=1, limit=n).samples()
+    assert [s.meta.get("phrasing") for s in other] != [s.meta.get("phrasing") for s in samples[:n]]
+    assert {s.meta["phrasing"] for s in benchmark("niah", phrasing=3).samples()} == {3}
+    grid = benchmark("niah_grid", lengths=[1000], depths=[0, 1], limit=n)
+    assert {s.meta.get("phrasing", 0) for s in grid.samples()} == set(range(n))
+
+
+def test_topics_are_long_enough_and_do_not_repeat_themselves():
+    for topic in topics():
+        text = filler(topic, 44_000, random.Random(topic))  # 8k tokens
+        assert text.isascii() and not re.search(r"[\d\[\]|{}]", text) and len(text) >= 44_000
+        sentences = re.split(r"(?<=\.)\s+", text)
+        assert len(set(sentences)) == len(sentences) and distinct(topic) > 4 * len(sentences)
+    first = {t: {w for p in topics()[t] for w in re.findall(r"[a-z]{7,}", p.lower())} for t in topics()}
+    for a in topics():
+        for b in topics():
+            assert a == b or len(first[a] & first[b]) < 0.2 * len(first[a])
+
+
+def test_no_calibration_reads_a_wording_or_a_topic():
+    """All that calibrations are measured on, in runs of six words."""
+    models = [yaml.safe_load(p.read_text()) for p in paths.folder("conf", "model").glob("*.yaml")]
+    read = [part("calibration"), *(m.get("calibration_text") or "" for m in models)]
+    read += [s.context for s in benchmark("recall", split="calibration").samples()]
+    samples = benchmark("niah", keys=2, limit=8 * len(PHRASINGS)).samples()
+    said = [
+        dataclasses.replace(s, context=" ".join([p.one, p.several, p.needle.format(key="apple", number=1)]))
+        for s, p in zip(samples, PHRASINGS, strict=False)
+    ]
+    assert shared(read, [*samples, *said], 6) == {}
+    assert set(shared([samples[3].context], samples, 6)) >= {samples[3].id}
+    assert set(shared([f"x {PHRASINGS[5].needle} x", PHRASINGS[5].one], said, 6)) == {said[5].id}
+    for fields in ({}, {"phrasing": 0, "haystack": "topics"}):
+        with pytest.raises(UserError, match=r"for tests only, .* set benchmark.phrasing=0"):
+            benchmark("niah", split="calibration", **fields)
+
+
+@pytest.mark.parametrize("value", ["mixed", -1, len(PHRASINGS), True, 1.5])
+def test_a_wording_that_is_not_there(value):
+    with pytest.raises(UserError, match=r"benchmark\.phrasing"):
+        benchmark("niah", phrasing=value)

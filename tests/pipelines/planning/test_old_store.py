@@ -95,6 +95,9 @@ def test_the_same_command_has_keys_of_its_own_now(store: Store) -> None:
 # Payloads of schema 1: the fields that came with schema 2 have the value they had implicitly
 
 
+NEEDLE = ("benchmark=niah", "benchmark.phrasing=0")  # schema 1 had no other wording
+
+
 def _finish(store: Store, cell: planner.Cell, payload: dict[str, Any]) -> str:
     """The stub's finished cell under the key of another payload."""
     folder = store.cell(identity.key(payload))
@@ -113,7 +116,7 @@ def _plan(store: Store, *args: str) -> list[planner.Cell]:
 
 
 def test_upgrade_and_former_are_inverse(tmp_path: Path) -> None:
-    for args in (["benchmark=niah"], ["benchmark=recall"], ["benchmark=continuation"]):
+    for args in (["benchmark=niah", "benchmark.phrasing=0"], ["benchmark=recall"], ["benchmark=continuation"]):
         (cell,) = _plan(Store(tmp_path), "method=1d", *args)
         (before,) = [p for p in identity.former(cell.payload) if p["facts"]["engine"] == version.ENGINE_VERSION]
         assert before["schema"] == 1
@@ -124,18 +127,22 @@ def test_upgrade_and_former_are_inverse(tmp_path: Path) -> None:
 
 def test_finished_cells_are_not_computed_again_because_fields_were_added(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    (new,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    (new,) = _plan(store, "method=SnapKV", *NEEDLE)
     old = next(p for p in identity.former(new.payload) if p["schema"] == 1)
     key = _finish(store, new, old)
-    (found,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    (found,) = _plan(store, "method=SnapKV", *NEEDLE)
     assert (found.state, found.key, found.payload) == ("done", key, old) and key != new.key
-    (other,) = _plan(store, "method=SnapKV", "benchmark=niah", "generation.max_new_tokens=9")
+    (other,) = _plan(store, "method=SnapKV", *NEEDLE, "generation.max_new_tokens=9")
     assert other.state == "run"
 
 
 def test_a_field_with_another_value_is_another_cell(tmp_path: Path) -> None:
-    (cell,) = _plan(Store(tmp_path), "method=SnapKV", "benchmark=niah")
-    for path, value in {("facts", "benchmark", "turns"): True, ("generation", "thinking"): "off"}.items():
+    (cell,) = _plan(Store(tmp_path), "method=SnapKV", *NEEDLE)
+    for path, value in {
+        ("facts", "benchmark", "phrasing"): "mix",
+        ("facts", "benchmark", "turns"): True,
+        ("generation", "thinking"): "off",
+    }.items():
         changed = identity._with(cell.payload, path, value)
         assert not [p for p in identity.former(changed) if p["schema"] == 1]
 
@@ -144,21 +151,21 @@ def test_cells_of_an_earlier_engine_stay_where_their_numbers_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, now = Store(tmp_path), version.ENGINE_VERSION
-    (new,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    (new,) = _plan(store, "method=SnapKV", *NEEDLE)
     key = _finish(store, new, new.payload)
     for module in (version, stub):
         monkeypatch.setattr(module, "ENGINE_VERSION", now + 1)
     monkeypatch.setattr(version, "CHANGED", {**version.CHANGED, now + 1: lambda method: method["name"] == "1d"})
-    (found,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    (found,) = _plan(store, "method=SnapKV", *NEEDLE)
     assert (found.state, found.key) == ("done", key)
     monkeypatch.setattr(version, "CHANGED", {**version.CHANGED, now + 1: lambda method: method["name"] == "SnapKV"})
-    (found,) = _plan(store, "method=SnapKV", "benchmark=niah")
+    (found,) = _plan(store, "method=SnapKV", *NEEDLE)
     assert found.state == "run" and found.key != key
 
 
 def test_superseded_cells_are_never_averaged_with_new_ones(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same two cells by two engines, of which the second gives one of them other numbers, in one store."""
-    args = ("method=1d,SnapKV", "budget=10%", "benchmark=niah", "-m")
+    args = ("method=1d,SnapKV", "budget=10%", *NEEDLE, "-m")
     assert runs(*args) == 0
     now = version.ENGINE_VERSION
     for module in (version, stub, sweep):
