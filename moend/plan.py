@@ -47,6 +47,8 @@ class RoutingPlan:
     objective: float | None
     gap: float | None
     layers: tuple[LayerPlan, ...]
+    # eq1_bytes, resident_bytes after the prompt, and peak_bytes while new tokens come, of a prompt as long as t_ref
+    # leaves room for
     predicted: dict[str, int] = field(default_factory=dict)
     schema: int = 1
 

@@ -188,13 +188,12 @@ class BoundMethod:
             objective=solved.objective if solved else None,
             gap=solved.gap if solved else None,
             layers=tuple(map(_shares, layers)) if ratio else tuple(layers),
-            predicted={"eq1_bytes": eq1, "resident_bytes": resident},
         )
-        if arch.windows is None:
-            return plan
         tokens = max(reference - new, 1)
-        after, _ = self._held(self._specs(plan, tokens, new), tokens, new)
-        return replace(plan, predicted={"eq1_bytes": self._codes(plan, tokens, new), "resident_bytes": after})
+        after, peak = self._held(self._specs(plan, tokens, new), tokens, new)
+        if arch.windows is not None:
+            eq1, resident = self._codes(plan, tokens, new), after
+        return replace(plan, predicted={"eq1_bytes": eq1, "resident_bytes": resident, "peak_bytes": peak})
 
     def _stored(self, cap: int, layer: LayerPlan, full: bool) -> Storage:
         storage = self.storage(cap, layer.k_bits, layer.v_bits)

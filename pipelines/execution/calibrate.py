@@ -122,7 +122,11 @@ def show(cell: Cell, plan: dict[str, Any], console: Console) -> None:
         table.add_row(str(i), f"{share:.3f}", bar, str(tokens), str(x["k_bits"]), str(x["v_bits"]), *own)
     console.print(table)
     predicted = plan["predicted"]
-    say(console, f"predicted: {size(predicted['eq1_bytes'])} by eq. 1, {size(predicted['resident_bytes'])} resident")
+    peak = f", {size(predicted['peak_bytes'])} at the peak" if "peak_bytes" in predicted else ""  # older plans
+    say(
+        console,
+        f"predicted: {size(predicted['eq1_bytes'])} by eq. 1, {size(predicted['resident_bytes'])} resident{peak}",
+    )
     say(console, f"budget: {terminal.budget(str(Budget.parse(plan['budget'])))}, protocol {plan['protocol']}")
     if plan["objective"] is not None:
         gap = ", proven optimal" if plan["gap"] == 0 else f", at most {plan['gap']:.3g} of it above the optimum"

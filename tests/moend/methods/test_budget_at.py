@@ -57,6 +57,7 @@ def test_nobody_leaves_more_than_a_little_unspent(name, budget, tokens, new, at)
     if b.fits(tokens, new):
         return
     assert held <= total
+    assert b.plan(tokens, new).predicted["peak_bytes"] == peak
     stays = tokens + (new if at == "peak" and b.method.evicts else 0)
     if all(min(p.schedule.cap or p.tokens for p in s.heads or (s,)) >= stays for s in specs):
         return  # everything is kept
