@@ -60,6 +60,10 @@ class Outcome:
     resident_bytes_end: int = 0
     resident_bytes_peak: int = 0
     resident_bytes_mean: float = 0.0  # over the tokens fed after compression
+    held_bytes: list[int] = field(
+        default_factory=list
+    )  # after 1, 1 + held_every, 1 + 2 held_every ... generated tokens
+    held_every: int = 1
     eq1_bytes: int = 0  # by MoE-nD eq. 1, after the prompt
     full_bytes: int = 0  # of the uncompressed cache of the same tokens
     entries: list[int] = field(default_factory=list)  # per layer, mean over KV heads
@@ -74,7 +78,23 @@ class Outcome:
     select_seconds: float = 0.0
     decode_seconds: float = 0.0  # this row's share of its batch
     peak_bytes: int = 0  # allocated for caches at the most, by the prefill and all rows
-    positions: list[list[Tensor]] = field(default_factory=list)  # where asked for: kept positions by layer and KV head
+    # where asked for, of draw 0: kept positions by layer and KV head
+    positions: list[list[Tensor]] = field(default_factory=list)
+
+    def fresh(self) -> Outcome:
+        """A copy for one more answer, without lists that an answer fills."""
+        return replace(self, token_ids=[], held_bytes=[])
+
+
+POINTS = 64  # of `Outcome.held_bytes` at most
+
+
+def note(out: Outcome, held: int) -> None:
+    """Bytes held once the newest generated token was fed; every other point goes when there are too many."""
+    if (len(out.token_ids) - 1) % out.held_every == 0:
+        out.held_bytes.append(held)
+        if len(out.held_bytes) > POINTS:
+            out.held_bytes, out.held_every = out.held_bytes[::2], 2 * out.held_every
 
 
 @dataclass
@@ -90,7 +110,7 @@ class Row:
 
     def next(self) -> Row:
         """The row of the next turn, on the same cache."""
-        return Row(self.job, replace(self.base, token_ids=[]), self.cache, self.base, said=self.out.token_ids)
+        return Row(self.job, self.base.fresh(), self.cache, self.base, said=self.out.token_ids)
 
 
 @dataclass
@@ -108,7 +128,7 @@ class _Going:
 # What decoding changes in an outcome.
 DECODED = (
     *("token_ids", "finish_reason", "compressed", "answer_nll", "token_accuracy"),
-    *("resident_bytes_end", "resident_bytes_peak", "resident_bytes_mean"),
+    *("resident_bytes_end", "resident_bytes_peak", "resident_bytes_mean", "held_bytes", "held_every"),
 )
 
 
@@ -207,7 +227,10 @@ class Decoder:
                 return
             going.cache.batch_select_indices(torch.tensor(stays))
         feed = torch.tensor([[batch[i].out.token_ids[-1]] for i in live], device=self.device)
-        going.logits = self._forward(going.cache, [batch[i] for i in live], feed)[:, -1]
+        rows = [batch[i] for i in live]
+        going.logits = self._forward(going.cache, rows, feed)[:, -1]
+        for s, held in zip(rows, going.cache.held.tolist(), strict=True):
+            note(s.out, held)
 
     @staticmethod
     def _leave(going: _Going, batch: list[Row], slots: Sequence[int], keep: bool) -> None:

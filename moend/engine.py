@@ -71,7 +71,7 @@ class _Compressed:
         assert self.cache is not None
         diagnostics = {**self.out.diagnostics, **self.told[question]}
         base = replace(self.out, diagnostics=diagnostics)
-        row = Row(self.job, replace(base, token_ids=[]), self.cache, base)
+        row = Row(self.job, base.fresh(), self.cache, base)
         if last:
             self.cache = None  # it lives as long as the row
         else:
@@ -314,7 +314,7 @@ class Engine:
                 k_bits=[max(x.storage.k_bits for x in parts) for parts in layers],
                 v_bits=[max(x.storage.v_bits for x in parts) for parts in layers],
                 select_seconds=time.perf_counter() - begin,
-                positions=[_head_positions(parts) for parts in layers] if positions else [],
+                positions=[_head_positions(parts) for parts in layers] if positions and job.draw == 0 else [],
                 diagnostics=diagnose(method.method.make_scorer(), prefilled, cache, self.scaling),
             )
             flips: list[dict[str, Any]] = [{} for _ in prompts]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
     from moend.decoding import Outcome
     from moend.methods.bind import BoundMethod
 
-KEPT_BINS = 128
+Kept = Literal["tokens", "layers", "heads"]
+LONG = 64  # generated tokens from which on a record holds how its bytes grew
 
 
 def record(
@@ -25,11 +28,12 @@ def record(
     draw: int,
     rows: int,
     made: dict[str, Any],
+    kept: Kept | None,
 ) -> dict[str, Any]:
     """What a cell keeps of one example and draw.
 
     first: the prompt of the first question of its context. rows: cells and draws that shared its prefill. made: where
-    (`store.provenance`).
+    (`store.provenance`). kept: how the shares of kept entries are recorded, None where they are not.
     """
     sample, several = rendered.sample, bench.questions_per_context > 1
     if bench.kind == "nll":
@@ -54,6 +58,7 @@ def record(
         "prompt_tokens": out.prompt_tokens,
         "compressed_tokens": out.compressed_tokens,
         "new_tokens": out.new_tokens,
+        "max_new_tokens": rendered.max_new_tokens,
         "truncated": rendered.truncated,
         "finish_reason": out.finish_reason if out.new_tokens else "none",
         "answer_nll": out.answer_nll,
@@ -64,6 +69,7 @@ def record(
         "resident_bytes_end": out.resident_bytes_end,
         "resident_bytes_peak": out.resident_bytes_peak,
         "resident_bytes_mean": out.resident_bytes_mean,
+        "bytes_over_tokens": {"every": out.held_every, "bytes": out.held_bytes} if out.new_tokens >= LONG else None,
         "full_bytes": out.full_bytes,
         "requested": [min(s.tokens, out.compressed_tokens) for s in specs],
         "entries": out.entries,
@@ -71,7 +77,7 @@ def record(
         "k_bits": out.k_bits,
         "v_bits": out.v_bits,
         "diagnostics": out.diagnostics,
-        "kept": _kept(out, first.ids, sample, tokenizer) if out.positions and rendered is first else None,
+        "kept": None if kept is None or not out.positions else _kept(out, first.ids, sample, tokenizer, kept),
         "peak_bytes": out.peak_bytes,
         "provenance": made,
         "timing": {
@@ -85,26 +91,34 @@ def record(
     }
 
 
-def _kept(out: Outcome, ids: Sequence[int], sample: Sample, tokenizer: Any) -> dict[str, Any]:
+def _kept(out: Outcome, ids: Sequence[int], sample: Sample, tokenizer: Any, by: Kept) -> dict[str, Any]:
     prompt = tokenizer.decode(list(ids[: out.compressed_tokens]))
-    return kept_map(out.positions, out.compressed_tokens, prompt, sample.gold[0] if sample.gold else "")
+    return kept_shares(out.positions, out.compressed_tokens, prompt, sample.gold[0] if sample.gold else "", by)
 
 
-def kept_map(positions: Sequence[Sequence[torch.Tensor]], tokens: int, prompt: str, gold: str) -> dict[str, Any]:
-    """Where the kept entries of one sequence lie, small enough for a record.
+def kept_shares(
+    positions: Sequence[Sequence[torch.Tensor]], tokens: int, prompt: str, gold: str, by: Kept
+) -> dict[str, Any]:
+    """Where the kept entries of one sequence lie, small enough for a record (`pipelines.results.kept` reads it).
 
-    positions: of each layer those of each of its heads. layers: a text per layer, two hexadecimal digits for each of at
-    most KEPT_BINS equal pieces of the prompt: the share of heads and entries kept there, ff for all. answer: where the
-    gold answer stands in the text of those tokens, as a share of its characters, None unless it stands there once.
+    positions: of each layer those of each of its KV heads. by: what has a line of shares: all layers and KV heads
+    together, each layer, or each KV head, layer by layer. shares: the lines, a byte per prompt token, 255 for all,
+    compressed by zlib, as base64. answer: where the gold answer stands in the text of those tokens, as a share of its
+    characters, None unless it stands there once.
     """
     import torch
 
-    bins = min(KEPT_BINS, tokens)
-    room = torch.bincount(torch.arange(tokens) * bins // tokens, minlength=bins)
-    layers = []
-    for heads in positions:
-        counts = sum(torch.bincount(p.long().cpu() * bins // tokens, minlength=bins) for p in heads)
-        layers.append(bytes((255 * counts / (room * len(heads))).round().int().tolist()).hex())
+    heads, lines = len(positions[0]), []
+    for layer in positions:
+        at = torch.cat([p.long().cpu() + h * tokens for h, p in enumerate(layer)])
+        held = torch.bincount(at, minlength=heads * tokens).view(heads, tokens)
+        lines.append(held if by == "heads" else held.sum(0, keepdim=True))
+    counts = torch.cat(lines)
+    most = {"heads": 1, "layers": heads, "tokens": heads * len(positions)}[by]
+    if by == "tokens":
+        counts = counts.sum(0, keepdim=True)
+    shares = (255 * counts / most).round().to(torch.uint8).numpy().tobytes()
     once = bool(gold) and prompt.count(gold) == 1
     answer = (prompt.index(gold) + len(gold) / 2) / len(prompt) if once else None
-    return {"tokens": tokens, "layers": layers, "answer": answer}
+    packed = base64.b64encode(zlib.compress(shares)).decode()
+    return {"tokens": tokens, "by": by, "layers": len(positions), "heads": heads, "shares": packed, "answer": answer}

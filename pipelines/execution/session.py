@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moend.budget import Arch
-from pipelines.execution.records import record
+from pipelines.execution.records import Kept, record
 from pipelines.planning import parts, thinking
 from pipelines.planning.facts import Facts, Planner, bind_method, lengths
 from pipelines.planning.identity import canonical
@@ -154,15 +154,33 @@ class _Session:
             self.generation,
             question_visible=visible,
             seed=self.config.seed,
-            positions=examples[0] == self.first,  # one example's are enough for a picture
+            positions=self.config.engine.kept != "none",
             turns=turns,
             saved=self._saved(jobs, examples, tell),
         )
         return [
-            record(out, self.bench, prompt, prompts[0], self.bound[name], tokenizer, draw, len(jobs), self.made)
+            record(
+                out,
+                self.bench,
+                prompt,
+                prompts[0],
+                self.bound[name],
+                tokenizer,
+                draw,
+                len(jobs),
+                self.made,
+                self._kept(examples) if prompt is prompts[0] else None,
+            )
             for prompt, outcomes in zip(prompts, answers, strict=True)
             for (name, draw), out in zip(jobs, outcomes, strict=True)
         ]
+
+    def _kept(self, examples: Sequence[tuple[str, str]]) -> Kept | None:
+        """How the kept entries of a context are recorded: the first one layer by layer, for a picture."""
+        asked = self.config.engine.kept
+        if asked == "none":
+            return None
+        return "layers" if asked == "tokens" and examples[0] == self.first else asked
 
     def _saved(
         self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]], tell: Callable[[str], None]

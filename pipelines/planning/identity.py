@@ -37,6 +37,7 @@ RUN_ONLY = frozenset(
         "engine.chunk",
         "engine.max_bytes",
         "engine.save_every_s",
+        "engine.kept",
         "model.device",
         "model.device_map",
         "model.thinks",  # told of the template, which counts with the weights

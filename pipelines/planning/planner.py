@@ -220,7 +220,7 @@ def _computed_before(cell: Cell, store: Store) -> dict[str, Any] | None:
 
 RUN_ONLY_OVERRIDES = (
     *("paths", "cluster", "tracking", "dry_run", "engine.chunk", "engine.max_bytes", "engine.save_every_s", "hydra"),
-    *("model.device", "model.device_map"),
+    *("engine.kept", "model.device", "model.device_map"),
 )
 
 

@@ -44,11 +44,14 @@ class EngineConfig(_Strict):
     """chunk and max_bytes change memory and speed only; fuse changes what the recorded speeds mean.
 
     save_every_s: seconds between two saved states of answers that take longer; 0 or null: none is saved.
+    kept: what records say of the prompt's kept entries: their share per token over layers and heads (of the first
+        example layer by layer), every KV head's, or nothing.
     """
 
     chunk: int = Field(ge=1)
     max_bytes: int | None = Field(ge=1)
     save_every_s: float | None = Field(ge=0, allow_inf_nan=False)
+    kept: Literal["none", "tokens", "heads"]
     fuse: bool
     routing_flips: bool
 

@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moend.errors import UserError
+from moend.errors import UserError, unknown
+from pipelines.results.kept import shares
 from pipelines.results.sweep import Row, compared, records, rows
 from pipelines.store.cells import Store
 
@@ -83,6 +84,42 @@ class Results:
                 told = {k: v for k, v in record.items() if not isinstance(v, list | dict) or k == "gold"}
                 lines.append(named | told)
         return pd.DataFrame(lines)
+
+    def kept(self, key: str) -> pd.DataFrame:
+        """What a complete cell kept of each prompt: a line per record that tells it (`engine.kept`).
+
+        Columns task, id, question, tokens, by and shares, an array as `pipelines.results.kept.shares` describes it.
+        """
+        import pandas as pd
+
+        lines = []
+        for r in self._of(key):
+            if (told := r.get("kept")) is not None:
+                named = {"task": r["task"], "id": r["id"], "question": r.get("question"), "tokens": told["tokens"]}
+                lines.append({**named, "by": told.get("by", "layers"), "shares": shares(told)})
+        return pd.DataFrame(lines)
+
+    def growth(self, key: str) -> pd.DataFrame:
+        """Bytes that a complete cell's caches held during long answers: a line per point.
+
+        Columns task, id, draw, new_tokens (generated and fed so far) and resident_bytes; at most 64 points an answer.
+        """
+        import pandas as pd
+
+        lines = []
+        for r in self._of(key):
+            told = r.get("bytes_over_tokens") or {"bytes": (), "every": 1}
+            named = {"task": r["task"], "id": r["id"], "draw": r["draw"]}
+            for i, held in enumerate(told["bytes"]):
+                lines.append({**named, "new_tokens": 1 + i * told["every"], "resident_bytes": held})
+        return pd.DataFrame(lines)
+
+    def _of(self, key: str) -> list[dict[str, Any]]:
+        """The records of a complete cell; UserError where there is none of that key."""
+        found = {row.key: row for row in self._distinct if row.result is not None}
+        if key not in found:
+            raise unknown("complete cell", key, list(found))
+        return records(self._store, found[key])
 
     @cached_property
     def differences(self) -> pd.DataFrame:

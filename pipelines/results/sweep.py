@@ -205,11 +205,13 @@ class Sweep:
         return records(self.store, row)
 
     def kept(self, row: Row) -> dict[str, Any] | None:
-        """Where the kept entries of a cell's first example lie, if its records hold that (`execution.records`)."""
+        """Where the kept entries of a cell's first example lie, layer by layer, if its records hold that."""
         for path in sorted((self.store.cell(row.key).folder / "records").glob("*-of-*.jsonl")):
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
-                    if '"kept": {' in line and (found := json.loads(line).get("kept")):
+                    if '"kept": {' not in line or '"by": "tokens"' in line:
+                        continue
+                    if found := json.loads(line).get("kept"):
                         return dict(found)
         return None
 

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pipelines.reporting.figures import Picture, safe, style
+from pipelines.results.kept import by_layer
 
 if TYPE_CHECKING:
     from pipelines.results.sweep import Sweep
@@ -43,18 +42,14 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
             )
 
 
-def shares(kept: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """(layers, bins) in [0, 1] of what a record holds: two hexadecimal digits a bin."""
-    return np.array([list(bytes.fromhex(line)) for line in kept["layers"]], dtype=np.float64) / 255
-
-
 def draw(panels: Sequence[tuple[str, Mapping[str, Any]]], path: Path) -> bool:
     """Draw (title, a record's `kept`) pairs."""
     if not panels:
         return False
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    layers = max(len(kept["layers"]) for _, kept in panels)
+    values_of = [by_layer(kept) for _, kept in panels]
+    layers = max(map(len, values_of))
     height = rows * (0.55 + max(0.7, min(0.055 * layers, 2.2))) + 0.5
     with style.figure(path, 4.9 * columns + 0.5, height, nrows=rows, ncols=columns, sharex=True, sharey=True) as (
         fig,
@@ -62,7 +57,7 @@ def draw(panels: Sequence[tuple[str, Mapping[str, Any]]], path: Path) -> bool:
     ):
         image = None
         for i, (axis, (title, kept)) in enumerate(zip(axes.flat, panels, strict=False)):
-            values, tokens = shares(kept), kept["tokens"]
+            values, tokens = values_of[i], kept["tokens"]
             n = len(values)
             image = axis.imshow(
                 values,

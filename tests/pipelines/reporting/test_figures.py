@@ -13,7 +13,6 @@ import pytest
 
 from moend.statistics import Difference
 from perf.report import build
-from pipelines.execution import records
 from pipelines.reporting import figures
 from pipelines.reporting.figures import (
     ablation,
@@ -218,16 +217,3 @@ def test_the_landscape_chooses_the_two_layers_that_differ_most(tmp_path: Path) -
         [-0.1, 0.7, -0.1, -0.1]
     )
     assert sensitivity.landscape(values, ["keep_50", "k4", "v8"], tmp_path / "x.png", equal=equal, title="a model")
-
-
-def test_where_kept_entries_lie() -> None:
-    """8 tokens, 2 heads of one layer: head 0 keeps 0 and 7, head 1 keeps 7."""
-    import torch
-
-    kept = records.kept_map([[torch.tensor([0, 7]), torch.tensor([7])]], 8, "abcdEFGh", "EFG")
-    assert kept == {"tokens": 8, "layers": ["80" + "00" * 6 + "ff"], "answer": 5.5 / 8}
-    assert kept_tokens.shares(kept)[0] == pytest.approx([128 / 255, 0, 0, 0, 0, 0, 0, 1])
-    assert records.kept_map([[torch.tensor([0])]], 8, "EFG EFG", "EFG")["answer"] is None
-    assert records.kept_map([[torch.tensor([0])]], 8, "EFG", "")["answer"] is None
-    long = records.kept_map([[torch.arange(1000)]], 1000, "", "x")
-    assert len(long["layers"][0]) == 2 * records.KEPT_BINS and set(long["layers"][0]) == {"f"}
