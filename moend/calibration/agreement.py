@@ -7,7 +7,7 @@ says with its own cache. What a method loses by dropping entries or by fewer bit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from moend.cache import LayerSpec, Selector, attention_of, cache_argument, compress, prefill
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Examples, Kind, Target
+from moend.calibration.saved import Saved
 from moend.layer_bytes import Storage
 from moend.scoring import scorer
 
@@ -33,36 +34,38 @@ def token_agreement(
     *,
     dtype: torch.dtype,
     bits: Sequence[int] = BITS,
+    saved: Saved | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """(len(bits), N, window) bool: where the most likely next token is that of the stock model.
 
     ids (N, prefix + window): the last `window` are fed, teacher-forced, on top of the cache of those before them.
-    storage(cap, k_bits, v_bits) as `Method.storage`; dtype of 16-bit entries.
+    storage(cap, k_bits, v_bits) as `Method.storage`; dtype of 16-bit entries. saved: examples are its steps.
     """
     examples, length = ids.shape
     if not 1 <= window < length:
         raise ValueError(f"{length} tokens have no window of {window} with a prefix before it")
     layers, prefix = model.config.num_hidden_layers, length - window
     at = torch.arange(prefix, length, device=ids.device)[None]
-    found = []
-    for i in range(examples):
-        one = ids[i : i + 1]
-        want = model(input_ids=one, use_cache=False).logits[:, prefix:].argmax(-1)
-        filled = prefill(model, one[:, :prefix])
-        hits = []
-        for b in bits:
-            specs = [LayerSpec(length, storage(length, b, b).whole)] * layers
-            cache = compress(filled, specs, _keep_all, score_key=None, dtype=dtype)
-            with attention_of(model):
-                said = model(
-                    input_ids=one[:, prefix:], position_ids=at, use_cache=True, **{cache_argument(model): cache}
-                ).logits
-            hits.append((said.argmax(-1) == want)[0])
-        found.append(torch.stack(hits))
-        if progress is not None:
-            progress(i + 1, examples)
-    return torch.stack(found, dim=1)
+
+    def measure(todo: list[int]) -> Iterator[dict[str, Tensor]]:
+        for i in todo:
+            one = ids[i : i + 1]
+            want = model(input_ids=one, use_cache=False).logits[:, prefix:].argmax(-1)
+            filled = prefill(model, one[:, :prefix])
+            hits = []
+            for b in bits:
+                specs = [LayerSpec(length, storage(length, b, b).whole)] * layers
+                cache = compress(filled, specs, _keep_all, score_key=None, dtype=dtype)
+                with attention_of(model):
+                    said = model(
+                        input_ids=one[:, prefix:], position_ids=at, use_cache=True, **{cache_argument(model): cache}
+                    ).logits
+                hits.append((said.argmax(-1) == want)[0])
+            yield {"hits": torch.stack(hits)}
+
+    found = (saved or Saved()).steps([f"{i}" for i in range(examples)], measure, progress)
+    return torch.stack([step["hits"] for step in found], dim=1)
 
 
 def _keep_all(layer: int) -> Selector:
@@ -116,6 +119,7 @@ class Agreement(Kind):
                 s.window,
                 target.method.storage,
                 dtype=loaded.store_dtype,
+                saved=bench.saved,
                 progress=progress,
             )
         shares = {str(b): float(h.float().mean()) for b, h in zip(BITS, hits, strict=True)}

@@ -201,6 +201,11 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file: readers see the old one or all of the new one."""
+    _write_temporary(path.parent, content).replace(path)
+
+
 def _write_temporary(folder: Path, content: bytes) -> Path:
     path = folder / f".artefact-{secrets.token_hex(8)}.tmp"
     try:

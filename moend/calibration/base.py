@@ -15,6 +15,7 @@ from moend import registry
 from moend.budget import Arch
 from moend.cache.compressed import OBSERVATIONS
 from moend.calibration.artefact import Artefact
+from moend.calibration.saved import Saved
 from moend.errors import UserError, unknown
 
 PACKAGE, GROUP = "moend.calibration", "moend.calibrations"
@@ -123,6 +124,7 @@ class Bench:
     progress: Callable[[str], AbstractContextManager[Progress]] = lambda _: nullcontext(
         _silent
     )  # shows what is measured
+    saved: Saved = field(default_factory=Saved)  # what an earlier, interrupted measurement has left
 
     @property
     def model(self) -> Any:

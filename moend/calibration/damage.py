@@ -15,7 +15,7 @@ Per head, D[l, h, c] is the same with the cache of KV head h of layer l alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from moend.cache.select import Selector
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Examples, Report, Target, Values, choice, whole
 from moend.calibration.rerun import Change, Evictor, Observe, reruns
+from moend.calibration.saved import Saved
 from moend.calibration.sensitivity import Config, TableKind, decode, encode, kept_tokens
 from moend.errors import UserError
 from moend.layer_bytes import Storage
@@ -107,14 +108,15 @@ def damage_table(
     statistics: Mapping[str, Tensor] | None = None,
     observe: Observe | None = None,
     tokens_at_once: int = TOKENS,
+    saved: Saved | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DamageTable:
     """D of a model on examples {kind: ids (N, P + window)}, no padding; KL at every `every`-th window position.
 
     storage(cap, K bits, V bits): how the method stores a layer of that cap (`Method.storage`). heads: each KV head by
     itself; for scorers per head. statistics: of scorers that need them, (L, ...) by name. observe: `Replay.observe`,
-    for scorers that replay the prefix, once per example. tokens_at_once bounds the windows under way. progress(done,
-    all): examples.
+    for scorers that replay the prefix, once per example. tokens_at_once bounds the windows under way. saved:
+    examples are its steps. progress(done, all): examples.
     """
     count, length = next(iter(examples.values())).shape
     prefix = length - window
@@ -127,28 +129,31 @@ def damage_table(
     # what changes nothing is not run: its damage is exactly 0
     run = [i for i, c in enumerate(configs) if kept[i] < prefix or min(c.k_bits, c.v_bits) < 16]
     stored = [storage(kept[i], configs[i].k_bits, configs[i].v_bits) for i in run]
-    found: list[list[Tensor]] = []
-    with attention_of(model):
-        for ids in examples.values():
-            found.append([])
-            for n, rerun in enumerate(reruns(model, ids, window, scorer=evictor.scorer, observe=observe, every=every)):
-                layers, kv_heads = len(rerun.caches), len(rerun.caches[0][0])
-                units = [slice(h, h + 1) for h in range(kv_heads)] if heads else [None]
-                changes = [
-                    [
-                        partial(_compressed, rerun.prefilled, selector, kept[i], s, unit)
-                        for unit in units
-                        for i, s in zip(run, stored, strict=True)
-                    ]
-                    for selector in evictor.selectors(rerun, statistics, seed=n)
+    steps = [(kind, n) for kind in examples for n in range(count)]
+
+    def measure(todo: list[int]) -> Iterator[dict[str, Tensor]]:
+        ids = torch.cat([examples[kind][n : n + 1] for kind, n in (steps[i] for i in todo)])
+        again = reruns(model, ids, window, scorer=evictor.scorer, observe=observe, every=every)
+        for i, rerun in zip(todo, again, strict=True):
+            layers, kv_heads = len(rerun.caches), len(rerun.caches[0][0])
+            units = [slice(h, h + 1) for h in range(kv_heads)] if heads else [None]
+            changes = [
+                [
+                    partial(_compressed, rerun.prefilled, selector, kept[i], s, unit)
+                    for unit in units
+                    for i, s in zip(run, stored, strict=True)
                 ]
-                out = torch.zeros(layers, len(units), len(configs), dtype=torch.float64)
-                for layer, change, divergence, _ in rerun.run(changes, tokens_at_once):
-                    out[layer, change // len(run), run[change % len(run)]] = divergence
-                found[-1].append(out if heads else out[:, 0])
-                if progress is not None:
-                    progress(sum(map(len, found)), len(examples) * count)
-    return DamageTable(tuple(examples), configs, torch.stack([torch.stack(each) for each in found]))
+                for selector in evictor.selectors(rerun, statistics, seed=steps[i][1])
+            ]
+            out = torch.zeros(layers, len(units), len(configs), dtype=torch.float64)
+            for layer, change, divergence, _ in rerun.run(changes, tokens_at_once):
+                out[layer, change // len(run), run[change % len(run)]] = divergence
+            yield {"damage": out if heads else out[:, 0]}
+
+    with attention_of(model):
+        found = (saved or Saved()).steps([f"{kind}-{n}" for kind, n in steps], measure, progress)
+    per_example = torch.stack([step["damage"] for step in found]).unflatten(0, (len(examples), count))
+    return DamageTable(tuple(examples), configs, per_example)
 
 
 def _compressed(prefilled: Prefilled, selector: Selector, keep: int, storage: Storage, heads: slice | None) -> Change:
@@ -248,6 +253,7 @@ class Damage(TableKind):
                 heads=target.heads,
                 statistics=bench.statistics,
                 observe=bench.observe,
+                saved=bench.saved,
                 progress=progress,
             )
         return made.tensors(), s.said(ids) | {"kinds": list(s.kinds)}

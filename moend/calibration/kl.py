@@ -8,7 +8,7 @@ as rows of one batch. A layer is compressed by the rules of `moend.calibration.s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from moend.cache.prefill import LayerCapture
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Report, Target, choice, is_whole, token_ids, whole, windows
 from moend.calibration.rerun import Stack
+from moend.calibration.saved import Saved
 from moend.calibration.sensitivity import (
     GROUP,
     SINGLES,
@@ -100,13 +101,15 @@ def kl_table(
     seeds: Sequence[int] = (0,),
     statistics: Mapping[str, Tensor] | None = None,
     tokens_at_once: int = 8192,
+    saved: Saved | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> KLTable:
     """KL of the model's output for input_ids (N, T), no padding, over the last `positions` positions (None: all).
 
     layers: which to measure (None: all). Evicted tokens are chosen once per sequence, by the scorer from the whole
     sequence or by a permutation per seed and sequence (the mean over seeds is taken), and every query sees its own.
-    tokens_at_once bounds a batch of configurations (rows x T). progress(done, all) is called after each batch.
+    tokens_at_once bounds a batch of configurations (rows x T). saved: a layer of a sequence is a step.
+    progress(done, all) is called after each.
     """
     configs = tuple(configs)
     if eviction not in ("scorer", "random"):
@@ -132,40 +135,39 @@ def kl_table(
             variants += [(s, c) for s in chosen]
     step = max(1, tokens_at_once // length)
     batches = [variants[i : i + step] for i in range(0, len(variants), step)]
-    total, done = count * len(wanted) * len(batches), 0
-    out = torch.zeros(count, len(wanted), len(configs), dtype=torch.float64)
     runs = torch.tensor([max(1, sum(i == c for _, i in variants)) for c in range(len(configs))])
-    with attention_of(model):
-        stack = Stack(model)
+    steps = [(n, index) for n in range(count) for index in wanted]
+
+    def measure(todo: list[int]) -> Iterator[dict[str, Tensor]]:
+        stack, at = Stack(model), -1
         stack.check(input_ids[:1, :16])
-        for n in range(count):
-            ids = input_ids[n : n + 1].to(stack.device)
-            hidden = stack.hidden(ids)
-            reference = stack.log_probabilities(hidden[-1][0, -last:])
-            for row, index in enumerate(wanted):
-                if eviction == "random":
-                    # sequences are independent draws: each has permutations of its own
-                    ranks = [random_ranks(length, seed * 65_537 + n).to(stack.device)[None] for seed in seeds]
-                else:
-                    ranks = []
-                target = _Compressed(
-                    layer=index,
-                    ranks=ranks,
-                    scorer=scorer if eviction == "scorer" else None,
-                    rotary=rotary(model, index) if eviction == "scorer" and scorer and scorer.statistics else None,
-                    statistics=None if statistics is None else {k: t[index] for k, t in statistics.items()},
-                )
-                for batch in batches:
-                    target.rows = [(s, configs[c]) for s, c in batch]
-                    states = hidden[index].expand(len(batch), -1, -1)
-                    for above in range(index, len(blocks)):
-                        states = stack.layer(above, states, target if above == index else None)
-                    found = stack.divergences(reference, states[:, -last:])
-                    for (_, c), divergence in zip(batch, found, strict=True):
-                        out[n, row, c] += divergence
-                    done += 1
-                    if progress is not None:
-                        progress(done, total)
+        for n, index in (steps[i] for i in todo):
+            if n != at:
+                at, hidden = n, stack.hidden(input_ids[n : n + 1].to(stack.device))
+                reference = stack.log_probabilities(hidden[-1][0, -last:])
+            ranks = []
+            if eviction == "random":  # sequences are independent draws: each has permutations of its own
+                ranks = [random_ranks(length, seed * 65_537 + n).to(stack.device)[None] for seed in seeds]
+            target = _Compressed(
+                layer=index,
+                ranks=ranks,
+                scorer=scorer if eviction == "scorer" else None,
+                rotary=rotary(model, index) if eviction == "scorer" and scorer and scorer.statistics else None,
+                statistics=None if statistics is None else {k: t[index] for k, t in statistics.items()},
+            )
+            out = torch.zeros(len(configs), dtype=torch.float64)
+            for batch in batches:
+                target.rows = [(s, configs[c]) for s, c in batch]
+                states = hidden[index].expand(len(batch), -1, -1)
+                for above in range(index, len(blocks)):
+                    states = stack.layer(above, states, target if above == index else None)
+                for (_, c), divergence in zip(batch, stack.divergences(reference, states[:, -last:]), strict=True):
+                    out[c] += divergence
+            yield {"divergence": out}
+
+    with attention_of(model):
+        found = (saved or Saved()).steps([f"{n}-{index}" for n, index in steps], measure, progress)
+    out = torch.stack([step["divergence"] for step in found]).unflatten(0, (count, len(wanted)))
     per_sequence = out / runs
     return KLTable(configs, wanted, per_sequence.mean(0), per_sequence)
 
@@ -310,6 +312,7 @@ class KL(TableKind):
                 named_configs(s.configs),
                 positions=s.positions,
                 progress=progress,
+                saved=bench.saved,
                 **self.evicting(target, bench),
             )
         return found.tensors(), {"tokens": s.sequences * s.tokens, "text_file": s.text_file}

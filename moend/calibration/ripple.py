@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from moend.cache.select import Selector
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Examples, Kind, Report, Target, Values, whole
 from moend.calibration.rerun import Change, Evictor, Observe, reruns
+from moend.calibration.saved import Saved
 from moend.calibration.sensitivity import kept_tokens
 from moend.errors import UserError
 
@@ -75,13 +76,14 @@ def profile(
     statistics: Mapping[str, Tensor] | None = None,
     observe: Observe | None = None,
     tokens_at_once: int = 4096,
+    saved: Saved | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Profile a model on input_ids (N, P + window), no padding: prefixes of P tokens and the windows that follow.
 
     draws: noise vectors per layer and example, averaged. keeps: shares of the prefix that the method keeps for the
     damage; only then its scorer is asked (statistics, observe: see `damage_table`). tokens_at_once bounds the windows
-    under way. progress(done, all) is called after each example.
+    under way. saved: examples are its steps. progress(done, all) is called after each.
     """
     count, length = input_ids.shape
     prefix = length - window
@@ -94,9 +96,10 @@ def profile(
     asked = evictor.scorer if keeps else None
     if asked is not None and asked.statistics and statistics is None:
         raise UserError(f"the damage of scorer {asked.name} needs a calibration of its own ({asked.statistics})")
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    with attention_of(model):
-        for n, rerun in enumerate(reruns(model, input_ids, window, scorer=asked, observe=observe)):
+
+    def measure(todo: list[int]) -> Iterator[dict[str, Tensor]]:
+        again = reruns(model, input_ids[todo], window, scorer=asked, observe=observe)
+        for n, rerun in zip(todo, again, strict=True):
             layers = len(rerun.caches)
             response = torch.zeros(len(noises), layers, dtype=torch.float64)
             local, damage = torch.zeros_like(response), response.new_zeros(len(keeps), layers)
@@ -119,10 +122,12 @@ def profile(
                     local[v, layer] += moved / draws
                 else:
                     damage[change - len(noises) * draws, layer] = divergence
-            found.append((response, local, damage))
-            if progress is not None:
-                progress(n + 1, count)
-    return Profile(tuple(noises), tuple(keeps), *(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
+            yield {"response": response, "local": local, "damage": damage}
+
+    with attention_of(model):
+        found = (saved or Saved()).steps([f"{n}" for n in range(count)], measure, progress)
+    parts = (torch.stack([step[name] for step in found], dim=1) for name in ("response", "local", "damage"))
+    return Profile(tuple(noises), tuple(keeps), *parts)
 
 
 def _disturb(
@@ -299,6 +304,7 @@ class Ripple(Kind):
                 keeps=s.shares,
                 statistics=bench.statistics,
                 observe=bench.observe,
+                saved=bench.saved,
                 progress=progress,
             )
         tensors = made.tensors()

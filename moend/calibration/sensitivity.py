@@ -12,7 +12,7 @@ holds for both outputs: its window or chunk, its soft cap and its attention sink
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled, prefill
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Kind, Target
+from moend.calibration.saved import Saved
 from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule, accumulated_attention
 from moend.hf.rope import Rotary, rotary
@@ -142,6 +143,7 @@ def measure(
     scorer: Scorer | None = None,
     seeds: Sequence[int] = (0, 1, 2),
     statistics: Mapping[str, Tensor] | None = None,
+    saved: Saved | None = None,
 ) -> Sensitivity:
     """The table of a transformers model on one prompt, input_ids (1, T): one prefill, then `sensitivity`.
 
@@ -159,6 +161,7 @@ def measure(
         seeds=seeds,
         rotary=[rotary(model, i) for i in range(len(attention))] if scorer is not None and scorer.statistics else None,
         statistics=statistics,
+        saved=saved,
     )
 
 
@@ -183,12 +186,14 @@ def sensitivity(
     seeds: Sequence[int] = (0, 1, 2),
     rotary: Sequence[Rotary] | None = None,
     statistics: Mapping[str, Tensor] | None = None,
+    saved: Saved | None = None,
 ) -> Sensitivity:
     """The whole table from one captured prompt (one row, no padding, all T queries captured).
 
     projections: each layer's output projection (H_q * d -> hidden). scaling: what q . k is multiplied with, per layer
     or for all. eviction `random` drops tokens by a seeded permutation, the same in every layer and head, one table per
     seed; `scorer` by the scorer's own ranking of the prompt (one table). Memory grows with T, never with T x T x C.
+    saved: layers are its steps.
     """
     configs = lattice() if configs is None else tuple(configs)
     if eviction not in ("scorer", "random"):
@@ -203,19 +208,24 @@ def sensitivity(
     scales = [float(scaling)] * len(projections) if isinstance(scaling, int | float) else list(scaling)
     columns = tuple(dict.fromkeys((*configs, *SINGLES)))
     grid = _Grid(columns, length)
-    rows = []
-    for i, (layer, projection, scale) in enumerate(zip(prefilled.layers, projections, scales, strict=True)):
-        if layer.queries is None or layer.queries.shape[2] != length:
-            raise ValueError(f"layer {i}: all {length} queries must be captured")
-        if eviction == "random":
-            ranks = [random_ranks(length, seed).to(layer.keys.device)[None] for seed in seeds]
-        else:
-            assert scorer is not None
-            rot = None if rotary is None else rotary[i]
-            stats = None if statistics is None else {name: t[i] for name, t in statistics.items()}
-            ranks = [scorer_ranks(scorer, layer, i, scale, rot, stats)]
-        rows.append(_layer(layer, projection, _rule(layer, scale), ranks, grid))
-    errors = torch.stack(rows, dim=1).cpu()  # (S, L, columns)
+    each = list(zip(prefilled.layers, projections, scales, strict=True))
+
+    def measure_layers(todo: list[int]) -> Iterator[dict[str, Tensor]]:
+        for i in todo:
+            layer, projection, scale = each[i]
+            if layer.queries is None or layer.queries.shape[2] != length:
+                raise ValueError(f"layer {i}: all {length} queries must be captured")
+            if eviction == "random":
+                ranks = [random_ranks(length, seed).to(layer.keys.device)[None] for seed in seeds]
+            else:
+                assert scorer is not None
+                rot = None if rotary is None else rotary[i]
+                stats = None if statistics is None else {name: t[i] for name, t in statistics.items()}
+                ranks = [scorer_ranks(scorer, layer, i, scale, rot, stats)]
+            yield {"errors": _layer(layer, projection, _rule(layer, scale), ranks, grid)}
+
+    found = (saved or Saved()).steps([f"{i}" for i in range(len(each))], measure_layers)
+    errors = torch.stack([step["errors"] for step in found], dim=1)  # (S, L, columns)
     mean = errors.mean(0)
     return Sensitivity(
         configs=configs,
@@ -388,7 +398,7 @@ class SensitivityKind(TableKind):
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """One prefill of the calibration prompt."""
         configs = lattice(target.calibration.keeps, target.calibration.bits)
-        found = measure(bench.model, bench.prompt, configs, **self.evicting(target, bench))
+        found = measure(bench.model, bench.prompt, configs, **self.evicting(target, bench), saved=bench.saved)
         return found.tensors(), {"tokens": bench.prompt.numel(), "text": self.texts(target)["text"]}
 
     def figure(self, artefact: Artefact) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moend import paths
+from moend.version import ENGINE_VERSION
 from pipelines.cli import terminal
 from pipelines.planning.facts import Facts
 from pipelines.planning.needs import CalibrationNeed, target
 from pipelines.planning.schema import RunConfig
+from pipelines.store.files import share_all
 
 if TYPE_CHECKING:
     from moend.calibration import Artefact
@@ -28,6 +30,7 @@ def calibrate(
     import torch
 
     from moend.calibration import Artefact, Bench, kind
+    from moend.calibration.saved import Saved
     from moend.models.load import calibration_ids
     from moend.replay import Replay
 
@@ -36,6 +39,7 @@ def calibrate(
     if (packaged := paths.calibration(need.key)) is not None:
         artefact = Artefact.load(packaged, need.identity, need.kind)
         artefact.save(folder)
+        share_all(folder)
         return artefact
     begin, asked, loaded = time.perf_counter(), target(config), load()
     scorer = asked.method.make_scorer()
@@ -44,14 +48,21 @@ def calibrate(
         if scorer is not None and other.kind == scorer.statistics != need.kind:
             statistics = Artefact.load(folder.parent / other.key, other.identity, other.kind).tensors
     replay = Replay(loaded.model, loaded.tokenizer, loaded.arch.max_positions, wording=loaded.spec.reconstruction)
+    made = {"key": need.key, "engine": ENGINE_VERSION, "torch": torch.__version__, "device": str(loaded.device)}
+    saved = Saved(folder, made, share_all)
+    if saved.found:
+        terminal.say(terminal.console(), f"going on: {need.kind} [{need.key}] has {saved.found} steps already")
     bench = Bench(
         loaded,
         torch.tensor([calibration_ids(loaded, asked.calibration.text)], device=loaded.device),
         statistics,
         replay.observe,
         lambda what: terminal.progress(terminal.console(), what),
+        saved,
     )
     tensors, info = kind(need.kind).measure(asked, bench)
     artefact = Artefact(need.kind, need.identity, tensors, info | {"seconds": time.perf_counter() - begin})
     artefact.save(folder)
+    saved.remove()
+    share_all(folder)
     return artefact

@@ -26,7 +26,7 @@ from pipelines.planning.planner import Cell, Plan
 from pipelines.results import aggregate as results
 from pipelines.store.cells import CorruptRecords, RecordKey, Shard, record_key, state_name
 from pipelines.store.files import write_json
-from pipelines.store.lease import Busy, LeaseLost, held
+from pipelines.store.lease import Busy, LeaseLost, forget, held
 
 POLL_S = 1.0
 
@@ -107,10 +107,11 @@ class Runner:
                 there = (folder / "artefact.json").exists()
                 if self.missing is not None and not there:
                     raise Blocked(self.missing(need))
-                with _alone(folder, self.console):
+                with contextlib.nullcontext() if there else _alone(folder, self.console):
                     if not (folder / "artefact.json").exists():
                         say(self.console, f"calibrating: {need.kind} of {cell.facts.model} [{key}]")
                     self.library.calibrate(cell.config, cell.facts, need, folder)
+                forget(folder)
             except UserError as e:
                 self._block(users, e)
             except OSError as e:

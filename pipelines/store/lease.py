@@ -153,6 +153,14 @@ def leased(folder: Path) -> set[Path]:
     return {p.with_name(p.name.partition(".lease.")[0]) for p in found}
 
 
+def forget(stem: Path) -> None:
+    """Remove the files of a lease that nobody needs any more: what it stood for is there, whole. Not a live one."""
+    if not taken(stem):
+        for generation in _generations(stem) if stem.parent.is_dir() else ():
+            with contextlib.suppress(OSError):  # another process does the same, or the folder is another user's
+                _file(stem, generation).unlink()
+
+
 @contextlib.contextmanager
 def held(stem: Path, busy: Callable[[], None], poll_s: float = 1.0) -> Iterator[None]:
     """Hold the lease of `stem`, waiting for whoever has it; `busy` is called once where that is so."""
