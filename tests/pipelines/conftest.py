@@ -10,13 +10,28 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 
 from pipelines import run
 from pipelines.cli.hydra import Point, run_hydra
 from pipelines.reporting import figures
-from tests.pipelines import stub
+from tests.pipelines import composing, stub
 from tests.pipelines.tracking.wandb_server import Server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once() -> Iterator[None]:
+    """Commands in process are composed from what Hydra composed before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra, "main", composing.main)
+        yield
+
+
+@pytest.fixture
+def hydra_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command goes through Hydra: for tests of what Hydra is asked and says."""
+    monkeypatch.setattr(hydra, "main", composing.real_main)
 
 
 def compose_points(args: Sequence[str]) -> list[Point]:

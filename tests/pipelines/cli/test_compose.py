@@ -16,9 +16,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from moend import paths
-from pipelines.cli.hydra import Point, leaves
+from pipelines.cli.hydra import Point, leaves, open_parts
 from pipelines.planning import points
+from tests.pipelines import composing
 from tests.pipelines.conftest import compose_points
+
+pytestmark = pytest.mark.usefixtures("hydra_itself")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,23 @@ def test_points_share_nothing_and_stand_in_order(hydra: tuple[Any, Any]) -> None
     assert [p.index for p in made] == [0, 1, 2, 3]
     made[0].config["method"]["precision"]["k_bits"] = 2
     assert made[1].config["method"]["precision"]["k_bits"] == 16
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["method=full,SnapKV", "budget=10%,512", "seed=1", "-m"],
+        ["-m", "+sweep=quickstart", "budget=5%", "paths.store=/a b"],
+        ["method=RippleKV", "method.scorer.name=tova", "++method.allocator.r=1", "benchmark.tasks=[a,b]"],
+        ["+sweep=ripple_fig2", "seed=0,1"],
+    ],
+)
+def test_what_the_tests_compose_is_what_hydra_hands_over(args: list[str]) -> None:
+    """Most tests of the programs take the short way of tests/pipelines/composing.py."""
+    ordered = [*(a for a in args if a == "-m"), *open_parts([a for a in args if a != "-m"])]
+    ours, theirs = composing.composed(ordered), compose_points(args)
+    assert ours == theirs and len(theirs) > 0
+    assert [list(leaves(p.config)) for p in ours] == [list(leaves(p.config)) for p in theirs]
 
 
 JOINT = {"name": "joint"}
