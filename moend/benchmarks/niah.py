@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -60,6 +61,7 @@ class Niah(Benchmark):
 
     all_tasks: ClassVar[tuple[str, ...]] = ("niah",)
     begins_answer: ClassVar[bool] = True
+    asks_several: ClassVar[bool] = True
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "haystack_file")
 
     def __post_init__(self) -> None:
@@ -81,6 +83,11 @@ class Niah(Benchmark):
         self._set("keys", whole("benchmark.keys", self.keys, least=1))
         if self.keys > len(WORDS):
             raise UserError(f"benchmark.keys={self.keys} is more than the {len(WORDS)} key words")
+        if self.questions_per_context > self.keys:
+            raise UserError(
+                f"benchmark.questions_per_context={self.questions_per_context} asks for more needles than"
+                f" benchmark.keys={self.keys} hides: raise benchmark.keys"
+            )
         if self.haystack_file is not None and self.haystack != "text":
             raise UserError("benchmark.haystack_file needs benchmark.haystack=text")
 
@@ -97,13 +104,30 @@ class Niah(Benchmark):
         return self.length or 0
 
     def make_samples(self) -> list[Sample]:
-        """A window of text, the needles with their depths, and which of them is asked for (the first)."""
+        """A window of text, the needles with their depths, and which of them is asked for: the first, or one after the
+        other of as many as share a context.
+        """
         start, haystack = random.Random(f"niah-depth-{self.seed}").random(), self._haystack(self.length or 0)
-        samples = []
-        for i in range(self.limit or self.rows or 20):
+        samples: list[Sample] = []
+        total, several = self.limit or self.rows or 20, self.questions_per_context
+        for i in range(-(-total // several)):
             name = f"niah-{self.split}-{self.haystack}-{self.length}-k{self.keys}-s{self.seed}-{i}"
-            samples.append(self._sample("niah", name, haystack, ((i + 0.5) * GOLDEN + start) % 1.0, i))
-        return samples
+            sample = self._sample("niah", name, haystack, ((i + 0.5) * GOLDEN + start) % 1.0, i)
+            samples += [sample] if several == 1 else [self._asking(sample, j) for j in range(several)]
+        return samples[:total]
+
+    def _asking(self, sample: Sample, which: int) -> Sample:
+        """The same context, asked for its needle of this number."""
+        word, number, depth = sample.meta["needles"][which]
+        question, prefix = self._words(sample, word)
+        meta = {**sample.meta, "depth": depth, "context_id": sample.id}
+        id = f"{sample.id}-{which + 1}"
+        return replace(sample, id=id, question=question, answer_prefix=prefix, gold=(number,), meta=meta)
+
+    def _words(self, sample: Sample, word: str) -> tuple[str, str]:
+        """Question and start of the answer that ask for a needle."""
+        said = PHRASINGS[sample.meta.get("phrasing", 0)]
+        return said.question.format(key=word), said.prefix.format(key=word)
 
     def _variant(self, i: int) -> tuple[int, str]:
         """Wording and topic of the i-th sample: every wording once, then every wording again with another topic."""
@@ -159,6 +183,14 @@ class Niah(Benchmark):
         """The length that the sample's prompt is fitted to."""
         return self.length or 0
 
+    def _longest(self, sample: Sample, units: list[str], length: Callable[[Prompt], int]) -> int:
+        """The length of the sample's prompt, or of the longest that asks its context: their contexts must be equal."""
+        several = self.questions_per_context
+        words = [n[0] for n in sample.meta["needles"][:several]] if several > 1 else []
+        others = [self._words(sample, word) for word in words]
+        asking = [replace(sample, question=q, answer_prefix=p) for q, p in others] or [sample]
+        return max(length(self._prompt(one, units)) for one in asking)
+
     def _prompt(self, sample: Sample, units: list[str]) -> Prompt:
         said = PHRASINGS[sample.meta.get("phrasing", 0)]
         ends = [0, *accumulate(map(len, units))]
@@ -177,9 +209,12 @@ class Niah(Benchmark):
         chat = chat and self.uses_chat(sample.task)
         limit, units = self.prompt_length(sample), UNIT.findall(sample.context)
 
-        def tokens(count: int) -> int:
-            text, _ = assemble(self._prompt(sample, units[:count]), tokenizer, chat=chat, thinking=self.thinking)
+        def measured(prompt: Prompt) -> int:
+            text, _ = assemble(prompt, tokenizer, chat=chat, thinking=self.thinking)
             return len(encode(tokenizer, text)[0]) + 1  # with room for a BOS
+
+        def tokens(count: int) -> int:
+            return self._longest(sample, units[:count], measured)
 
         frame = tokens(0)
         if frame >= limit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from moend.benchmarks.base import Sample, whole
 from moend.benchmarks.niah import LEAST, Niah
@@ -19,6 +19,8 @@ class NiahGrid(Niah):
     lengths: prompt tokens, a task `niah_<length>` each. depths: where the needle stands, 0 (first) to 1 (last).
     Records carry both under `axes`.
     """
+
+    asks_several: ClassVar[bool] = False
 
     length: int | None = None
     rows: int | None = 2

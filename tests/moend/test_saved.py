@@ -44,6 +44,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "StreamingLLM": {},
     "Scissorhands": {"beta": 8},
     "AdaKV": {},
+    "AdaKV every": {"precision": EIGHT, "schedule": "every", "beta": 8, "group": 16},
     "KVZip": {"precision": EIGHT},
     "2d_uniform": {"beta": 8, "group": 16},
 }

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from moend import paths
-from moend.benchmarks import benchmark, niah
+from moend.benchmarks import benchmark, niah, questions
 from moend.benchmarks.contamination import shared
 from moend.benchmarks.phrasings import PHRASINGS
 from moend.benchmarks.text import bundled, part
@@ -212,3 +212,34 @@ def test_no_calibration_reads_a_wording_or_a_topic():
 def test_a_wording_that_is_not_there(value):
     with pytest.raises(UserError, match=r"benchmark\.phrasing"):
         benchmark("niah", phrasing=value)
+
+
+@pytest.mark.parametrize(("tokenizer", "chat"), [(BYTES, False), (CHAT, True)])
+@pytest.mark.parametrize("turns", [False, True])
+def test_questions_of_one_context_ask_for_its_needles(tokenizer, chat, turns):
+    """Three of four needles, one after the other; all prompts of a context hold the same text."""
+    fields = {"length": 900, "rows": 8, "questions_per_context": 3, "turns": turns, "max_new_tokens": 16}
+    bench = benchmark("niah_multikey", **fields)
+    assert [len(c) for c in bench.contexts()] == [3, 3, 2] and bench.expected() == {"niah": 8}
+    assert len({s.id for s in bench.samples()}) == 8
+    for context in bench.contexts():
+        needles = context[0].meta["needles"]
+        assert [s.gold[0] for s in context] == [n[1] for n in needles[: len(context)]]
+        assert all(n[0] in s.question and s.meta["depth"] == n[2] for s, n in zip(context, needles, strict=False))
+        own = [bench.render(s, tokenizer, ARCH, chat=chat) for s in context]
+        assert len({r.ids[: r.context_tokens] for r in own}) == 1
+        assert max(len(r.ids) for r in own) <= 900
+        asked = questions.prompts(own, tokenizer, visible=False, turns=turns)
+        assert asked[0] == own[0]
+        for prompt, sample in zip(asked[1:], context[1:], strict=True):
+            text = tokenizer.decode(list(prompt.ids))
+            assert sample.question in text and (sample.context[:40] in text) != turns
+    whole = benchmark("niah_multikey", **{**fields, "rows": 9}).samples()
+    assert whole[:8] == bench.samples()
+
+
+def test_questions_need_needles():
+    with pytest.raises(UserError, match=r"asks for more needles than benchmark\.keys=1 hides"):
+        benchmark("niah", questions_per_context=2)
+    with pytest.raises(UserError, match="niah_grid asks one question of each context"):
+        benchmark("niah_grid", questions_per_context=2, keys=4)

@@ -91,7 +91,7 @@ BAD = {
     "benchmark.phrasing=99": "unknown benchmark.phrasing '99'",
     "benchmark.split=calibration": "wordings and topics are for tests only",
     "benchmark.questions_per_context=0": "benchmark.questions_per_context=0 must be a whole number of at least 1",
-    "benchmark.questions_per_context=2": "niah asks one question of each context",
+    "benchmark.questions_per_context=2": "asks for more needles than benchmark.keys=1 hides",
     "benchmark.turns=true": "benchmark.turns=true needs benchmark.questions_per_context of at least 2",
     "question_visible=1": "question_visible: input should be a valid boolean, got 1",
     "budget_protocol=mached": "unknown budget_protocol 'mached'. Did you mean 'matched'?",
