@@ -68,6 +68,7 @@ def test_the_figure_is_drawn(written: Path, monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules.pop("pipelines.reporting.figures.extraction")
 
 
+@pytest.mark.process
 def test_the_benchmark_runs_from_another_folder(written: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "MOEND_STORE": str(written / "store"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *shlex.split(COMMANDS[0])[1:], "tracking=none", "benchmark.limit=12"]

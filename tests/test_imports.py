@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT
 
 
+@pytest.mark.process
 def test_the_contracts_hold() -> None:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -35,6 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("moend-*.whl"))
 
 
+@pytest.mark.process
 def test_the_wheel_is_complete_and_puts_nothing_else_beside_its_packages(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, inside in (
@@ -55,6 +56,7 @@ def test_the_wheel_is_complete_and_puts_nothing_else_beside_its_packages(wheel: 
     assert top == {"moend", "pipelines", "hydra_plugins"}
 
 
+@pytest.mark.process
 def test_an_unpacked_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
@@ -69,6 +71,7 @@ def test_an_unpacked_wheel_works_from_another_folder(wheel: Path, tmp_path: Path
     assert out.stdout.split() == [str(site / "moend" / "models" / "load.py"), "None", "recall_moe"], out.stderr
 
 
+@pytest.mark.process
 def test_an_unpacked_wheel_plans_and_lists(wheel: Path, tmp_path: Path) -> None:
     """Configurations, sweeps and the Hydra plugin are found where there is no checkout."""
     site = tmp_path / "site"
@@ -91,6 +94,7 @@ HEAVY = (
 )
 
 
+@pytest.mark.process
 def test_the_library_needs_no_package_of_the_experiments() -> None:
     """With every package of the extra `experiments` out of reach, a method is read and a model's cache compressed."""
     code = f"""

@@ -132,13 +132,13 @@ def budgets(n: str, tight: tuple[str, ...]) -> tuple[str, ...]:
     return ("80%",) if method(n).keeps_all else tight
 
 
-@pytest.mark.parametrize("visible", [True, False])
-def test_fused_equals_single(loaded, artefacts, examples, visible):
+@pytest.mark.parametrize(("visible", "tight"), [(True, ("8%", "40%")), (False, ("15%",))])
+def test_fused_equals_single(loaded, artefacts, examples, visible, tight):
     jobs = [
         Job(cell(loaded, artefacts, n, b, dtype=torch.float32, **fields))
         for n in method_names()
         for fields in every_way(n, visible)
-        for b in budgets(n, ("8%", "15%", "40%"))
+        for b in budgets(n, tight)
     ]
     one, other = examples[:2]
     together = Engine(loaded).run(one, jobs, question_visible=visible)

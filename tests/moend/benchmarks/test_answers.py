@@ -413,6 +413,7 @@ def test_equality_works_off_the_main_thread() -> None:
     assert found == [True] * 3
 
 
+@pytest.mark.process
 def test_grading_words_and_numbers_starts_no_process_and_imports_no_sympy() -> None:
     code = (
         "import sys; from moend.benchmarks.answers import extract as answers, symbolic\n"

@@ -94,7 +94,7 @@ def test_rouge_l_of_little_text_is_the_package(prediction, reference):
     assert M.rouge_l(prediction, reference) == package_rouge_l(prediction, reference)
 
 
-KS = (980, 988, 989, 990, 991)  # the walks are given up from 989, 990 or 991 on
+KS = (988, 989, 990, 991)  # the walks are given up from 989, 990 or 991 on
 # What the official script does, with as many functions between its first line and the package.
 SCRIPT = """
 import sys
@@ -121,6 +121,7 @@ for k in KS:
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="versions of CPython count frames in their own ways")
 def test_rouge_l_gives_up_where_the_official_script_does():
     """At Python's limit of 1,000 frames, whatever the shape of the walk; and nowhere else."""
@@ -133,7 +134,7 @@ def test_rouge_l_gives_up_where_the_official_script_does():
         both = [[M.rouge.rouge_l(p, r, s) for p, r in space["pairs"](k)] for s in (M.rouge.STEPS, M.rouge.STEPS_ZH)]
         gave_up |= {(k, tuple(x == 0 for x in ours)) for ours in both}
         assert line == " ".join(map(str, [k, *both]))
-    assert {up for k, up in gave_up if k == 980} == {(False,) * 4}
+    assert {up for k, up in gave_up if k == 988} == {(False,) * 4}
     assert {up for k, up in gave_up if k == 991} == {(True,) * 4}
 
 

@@ -108,7 +108,7 @@ def last_queries(rows: tuple[LayerKV, ...]) -> torch.Tensor | None:
 
 @pytest.mark.req(5)
 @pytest.mark.req(13)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(sequences(), min_size=1, max_size=4), st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())
 def test_side_by_side_equals_one_by_one(held, feeds, data):
     """Any rows in any company, ragged heads, evictions, forks and picks on the way: naive attention over each."""

@@ -66,7 +66,7 @@ SCHEDULES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     st.sampled_from([(8, 8), (8, 4), (4, 4), (2, 2), (16, 4), (8, 16)]),
     st.sampled_from([(16, 16), (16, 5), (8, 0), (12, 12)]),

@@ -81,7 +81,7 @@ def layers(cache: CompressedCache) -> np.ndarray:
     return found
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(list(MODELS)),
     st.sampled_from(METHODS),

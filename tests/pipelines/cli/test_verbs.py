@@ -65,6 +65,7 @@ def test_completion(words: list[str], found: list[str]) -> None:
     assert completion.candidates(words, verbs.verbs()) == found
 
 
+@pytest.mark.process
 def test_bash_completes(tmp_path: Path) -> None:
     """The script of bash, asked as bash asks it."""
     (tmp_path / "moend").write_text(f'#!/bin/sh\nexec {sys.executable} -m pipelines "$@"\n')

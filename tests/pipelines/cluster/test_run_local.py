@@ -19,6 +19,8 @@ from pipelines.cluster.jobs import Submitted
 from pipelines.store.cells import Store
 from tests import ROOT
 
+pytestmark = pytest.mark.process
+
 PATIENCE_S = 240.0
 SWEEP = (
     "cluster=local", "model=recall_moe", "benchmark=recall", "benchmark.tasks=[num]", "benchmark.rows=60",

@@ -93,6 +93,7 @@ def test_quickstart_s_calibrations_come_with_the_package(tmp_path: Path, capsys:
     assert "calibrations to compute: none" in out and "come with the package)" in out
 
 
+@pytest.mark.process
 @pytest.mark.req(15)
 def test_kill_9_in_the_middle_loses_nothing_and_repeats_nothing(runs: Runs) -> None:
     killed = process(runs.store, *SWEEP, STUB_KILL_AFTER="3")
@@ -113,6 +114,7 @@ def test_kill_9_in_the_middle_loses_nothing_and_repeats_nothing(runs: Runs) -> N
         assert result["n"] == result["n_expected"] == 6
 
 
+@pytest.mark.process
 def test_two_processes_share_the_work_and_both_end_well(tmp_path: Path) -> None:
     args = ("method=full,1d,2d", "budget=10%", "seed=0,1", "-m")
     both = [process(tmp_path, *args, STUB_DELAY="0.05") for _ in range(2)]
@@ -124,6 +126,7 @@ def test_two_processes_share_the_work_and_both_end_well(tmp_path: Path) -> None:
         assert sorted(lines) == [f"s{i}" for i in range(6)]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupt_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
     running = process(tmp_path, "method=1d", STUB_DELAY="0.3")
@@ -141,6 +144,7 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> 
     assert list(records)
 
 
+@pytest.mark.process
 def test_any_number_of_shards_resumes_any_other(runs: Runs) -> None:
     killed = process(runs.store, *SWEEP, "cluster.shards=3", STUB_KILL_AFTER="3")
     killed.communicate()
@@ -215,6 +219,7 @@ def test_a_payload_that_was_changed_is_refused_by_field(runs: Runs) -> None:
     assert "seed: has 7, needs 0" in runs.err
 
 
+@pytest.mark.process
 def test_corrupt_records_fail_their_cell_with_file_and_line(runs: Runs) -> None:
     killed = process(runs.store, *SWEEP, STUB_KILL_AFTER="2")
     killed.communicate()

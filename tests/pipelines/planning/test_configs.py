@@ -184,6 +184,7 @@ def test_each_program_has_a_help_of_its_own(verb: str, capsys: pytest.CaptureFix
     assert "Exit codes" in out
 
 
+@pytest.mark.process
 def test_help_and_mistakes_import_no_torch() -> None:
     code = (
         "import sys; from pipelines import run; "
@@ -193,6 +194,7 @@ def test_help_and_mistakes_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
+@pytest.mark.process
 def test_status_is_light_and_planning_needs_no_compiler() -> None:
     """What is slow to import is left to those who use it."""
     light = (

@@ -311,6 +311,7 @@ def test_math(run: Score, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "math500.jsonl:1 has no field 'text'" in run.err
 
 
+@pytest.mark.process
 def test_help_and_mistakes_import_no_torch() -> None:
     code = (
         "import sys; from pipelines.results import predictions as score; "

@@ -58,6 +58,7 @@ def test_marks_of_a_result() -> None:
     assert provenance.marks({"mixed": []}) == provenance.marks({}) == []
 
 
+@pytest.mark.process
 def test_untracked_files_make_a_checkout_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*args: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *args], cwd=tmp_path, check=True)

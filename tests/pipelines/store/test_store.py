@@ -309,6 +309,7 @@ def until(ready: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.process
 def test_a_dead_process_on_this_machine_holds_nothing(tmp_path: Path) -> None:
     code = (
         "import os; from pathlib import Path; from pipelines.store.lease import Lease; "
@@ -390,6 +391,7 @@ def test_what_is_made_has_the_rights_of_the_store(tmp_path: Path, folder: int, u
         assert mode == (folder if path.is_dir() else folder & 0o666), path
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be two users")
 def test_two_users_with_different_umasks_share_a_store(tmp_path: Path) -> None:
     root = tmp_path / "store"

@@ -86,6 +86,7 @@ def logged(tracked: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
     return found
 
 
+@pytest.mark.process
 @needs_package
 @pytest.mark.parametrize("paper", dashboard.PAPERS)
 @pytest.mark.parametrize("kind", dashboard.BUILD)

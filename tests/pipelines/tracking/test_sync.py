@@ -27,6 +27,8 @@ from tests.pipelines.conftest import KEY
 from tests.pipelines.tracking import wandb_files
 from tests.pipelines.tracking.wandb_server import Server
 
+pytestmark = pytest.mark.process  # wandb's own
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,12 @@ from pipelines.store.lease import Lease
 from pipelines.tracking import items, runs
 from pipelines.tracking import wandb as tracking
 from pipelines.tracking.items import Item
-from tests import ROOT
+from tests.forked import Forked
 from tests.pipelines.conftest import INHERITED, Runs
 from tests.pipelines.execution.test_run import STUB_MAIN
 from tests.pipelines.tracking import wandb_files
+
+pytestmark = pytest.mark.process  # wandb's own
 
 SECRETS = [INHERITED[k].encode() for k in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")]
 OFFLINE = TrackingConfig(mode="offline", project="moend", timeout_s=400)
@@ -160,11 +160,14 @@ def test_publishing_again_writes_nothing_and_a_new_score_replaces(tracked: tuple
 
 
 def test_a_kill_in_the_middle_doubles_no_step_and_loses_none(runs: Runs) -> None:
-    command = [sys.executable, "-c", STUB_MAIN, f"paths.store={runs.store}", "method=1d,2d", "budget=10%", "-m"]
-    killed = subprocess.run(command, cwd=ROOT, env={**os.environ, "STUB_KILL_AFTER": "4"}, check=False)
+    command = [f"paths.store={runs.store}", "method=1d,2d", "budget=10%", "-m"]
+    killed = Forked(STUB_MAIN, command, {"STUB_KILL_AFTER": "4"})
+    killed.communicate()
     assert killed.returncode == -signal.SIGKILL
     assert not wandb_files.runs(runs.store)
-    assert subprocess.run(command, cwd=ROOT, env={**os.environ}, check=False).returncode == 0
+    again = Forked(STUB_MAIN, command)
+    said = again.communicate()[0]
+    assert again.returncode == 0, said
     cells = {k: r for k, r in wandb_files.runs(runs.store).items() if r.about.job_type == "cell"}
     assert len(cells) == 2
     for seen in cells.values():
