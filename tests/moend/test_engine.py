@@ -276,10 +276,10 @@ def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples,
         make(self, *args, **kwargs)
         alive.add(self)
 
-    def decoded(self, *args):
+    def decoded(self, *args, **kwargs):
         gc.collect()
         most.append(len(alive))
-        return decode(self, *args)
+        return decode(self, *args, **kwargs)
 
     monkeypatch.setattr(LayerKV, "__init__", made)
     monkeypatch.setattr(Decoder, "answer", decoded)
