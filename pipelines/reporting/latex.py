@@ -23,7 +23,9 @@ def latex(sweep: Sweep, compared: Sequence[Comparison]) -> str:
             ]
             body.append([tex(name), *(_tex_score(r, m) for r, m in zip(line, marks, strict=True))])
         out += _tabular(
-            f"{p.title}. Scores with 95 % intervals; resident bytes below; bold: best of a column.", head, body
+            f"{p.title}. Scores with 95 % intervals; below, bytes after the prompt and at the peak; bold: best.",
+            head,
+            body,
         )
     if chain := ablations(sweep.differences):
         plain = [[tex(x) for x in line] for line in chain]
@@ -45,8 +47,9 @@ def _tex_score(row: Row | None, best: bool) -> str:
     if (r := row.result) is None:
         return rf"\emph{{{tex(row.state.partition(':')[0])}}}"
     score = rf"\mathbf{{{r['score']:.3f}}}" if best else f"{r['score']:.3f}"
+    held = f"{size(r['resident_bytes'])}, {size(r['resident_bytes_peak'])}"
     spread = "" if r["score_low"] is None else rf"\,{{\scriptstyle [{r['score_low']:.3f},\,{r['score_high']:.3f}]}}"
-    return rf"\shortstack{{${score}{spread}$\\{{\scriptsize {tex(size(r['resident_bytes']))}}}}}"
+    return rf"\shortstack{{${score}{spread}$\\{{\scriptsize {tex(held)}}}}}"
 
 
 def _tabular(title: str, head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:

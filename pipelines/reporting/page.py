@@ -215,7 +215,8 @@ def _score(
         "gone": "",
         "score": f"{r['score']:.3f}",
         "interval": tables.bounds(r["score_low"], r["score_high"]),
-        "held": size(r["resident_bytes"]) + ("" if row.is_full else f", {r['compression']:.1f}x"),
+        "held": f"{size(r['resident_bytes'])}, peak {size(r['resident_bytes_peak'])}"
+        + ("" if row.is_full else f", {r['compression']:.1f}x"),
         "best": best is not None and r["score"] == best,
         "marks": tables.marks(row),
         "bar": scale is not None,
@@ -290,14 +291,15 @@ def _differences(id: str, found: Sequence[Delta], *, search: bool) -> Table:
 def _tasks(pivots: Sequence[tables.Pivot]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for i, p in enumerate(pivots):
-        done = [(row, row.result) for row in p.rows if row.result is not None and len(row.result["tasks"]) > 1]
+        found = [(row, tables.parts(row.result)) for row in p.rows if row.result is not None]
+        done = [(row, parts) for row, parts in found if len(parts) > 1]
         if not done:
             continue
-        tasks = {t: x["n"] for _, r in reversed(done) for t, x in r["tasks"].items()}
+        tasks = {t: x["n"] for _, parts in reversed(done) for t, x in parts.items()}
         rows: list[list[str | Cell]] = []
-        for row, r in done:
+        for row, parts in done:
             line: list[str | Cell] = [row.series, row.columns[3]]
-            for t in (r["tasks"].get(name) for name in tasks):
+            for t in (parts.get(name) for name in tasks):
                 interval = "" if t is None else tables.bounds(t["score_low"], t["score_high"])
                 line.append(number("", None) if t is None else number(f"{t['score']:.3f}", t["score"], small=interval))
             rows.append(line)

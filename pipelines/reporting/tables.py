@@ -31,7 +31,7 @@ DELTA_HEADER = (
     "p_holm", "test", "n", "answer_nll", "answer_nll_low", "answer_nll_high",
 )  # fmt: skip
 TITLES = (
-    "benchmark", "question", "method", "budget", "score [95 % interval]", "answer NLL", "eq. 1", "resident", "peak",
+    "benchmark", "question", "method", "budget", "score [95 % interval]", "answer NLL", "eq. 1", "after prompt", "peak",
     "full", "compression", "tokens/s",
 )  # fmt: skip
 DIAGNOSED_TITLES = (
@@ -252,11 +252,17 @@ def cells_csv(found: Iterable[Row]) -> str:
     return _csv(HEADER, (values(row) for row in found))
 
 
+def parts(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Scores of a cell's tasks, and of its turns where the questions of a context follow each other in one chat."""
+    turns = {f"turn {t['turn']}": {**t, "metric": result["metric"]} for t in result.get("turns") or ()}
+    return {**result["tasks"], **turns}
+
+
 def tasks_csv(found: Iterable[Row]) -> str:
-    """tasks.csv: a line per complete cell and task."""
+    """tasks.csv: a line per complete cell and task, and per turn of a chat."""
     lines = []
     for row in found:
-        for task, t in row.result["tasks"].items() if row.result is not None else ():
+        for task, t in parts(row.result).items() if row.result is not None else ():
             head = (row.info["model"], *row.columns, row.apart, task, t["metric"])
             lines.append((*head, t["score"], t["score_low"], t["score_high"], t["n"], row.key))
     return _csv(TASK_HEADER, lines)

@@ -42,6 +42,7 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "settings": payload["method"],  # scorer with its window and pooling, sinks, schedule: what the name stands for
         "budget": payload["budget"],
         "budget_protocol": payload["budget_protocol"],
+        "budget_at": payload.get("budget_at"),
         "benchmark": info["benchmark"],
         "question_visible": payload["question_visible"],
         "seed": payload["seed"],
@@ -63,6 +64,7 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "resident_bytes": resident,
         "resident_bytes_end": fmean(r["resident_bytes_end"] for r in records),
         "resident_bytes_peak": max(r["resident_bytes_peak"] for r in records),
+        "resident_bytes_peak_mean": fmean(r["resident_bytes_peak"] for r in records),
         "full_bytes": full,
         "compression": full / resident if resident else None,
         "compressed": sum(r["compressed"] for r in records),

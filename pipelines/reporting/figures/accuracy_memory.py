@@ -1,4 +1,6 @@
-"""Score against the memory really held, one line per method, `full` as the line to reach (MoE-nD, figure 1)."""
+"""Score against the memory really held at the moment at which the budget binds, one line per method, `full` as the line
+to reach (MoE-nD, figure 1).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,15 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
     """A panel per benchmark and question mode."""
     theirs = published(sweep)
     by_panel: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for r in (row.result | {"method": row.method} for row in sweep.done if row.result):
-        by_panel.setdefault((r["model"], r["benchmark"], r["question_visible"]), []).append(r)
+    full: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in sweep.done:
+        r = (row.result or {}) | {"method": row.method, "budget_at": row.payload.get("budget_at") or "prompt"}
+        where = (r["model"], r["benchmark"], r["question_visible"])
+        (full if row.is_full else by_panel).setdefault(where if row.is_full else (*where, r["budget_at"]), []).append(r)
+    for where, only in full.items():
+        moments = [at for at in ("prompt", "peak") if (*where, at) in by_panel] or ["prompt"]
+        for at in moments:
+            by_panel.setdefault((*where, at), []).extend(r | {"budget_at": at} for r in only)
     groups = chunks((rs for rs in by_panel.values() if len(rs) > 1), PANELS)
     for i, group in enumerate(groups):
         results = [r for rs in group for r in rs]
@@ -33,7 +42,8 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
         yield Picture(
             "accuracy_memory" + (f"_{i + 1}" if len(groups) > 1 else ""),
             "Score against resident memory",
-            "Bytes of every tensor the cache holds after the prompt, logarithmic. Bars are 95 % intervals; the dashed "
+            "Bytes of every tensor the cache holds after the prompt, or at its peak (mean over the examples) where the "
+            "budget binds there; logarithmic. Bars are 95 % intervals; the dashed "
             "line and its band are the full cache. Points of methods that hold the same bytes are moved apart a little."
             + more,
             partial(draw, results, theirs=theirs),
@@ -70,17 +80,17 @@ def _has(theirs: Published, results: Sequence[Mapping[str, Any]]) -> bool:
 def draw(results: Sequence[dict[str, Any]], path: Path, theirs: Published | None = None) -> bool:
     """Draw result.json contents, a panel per benchmark and question mode. False where there is nothing."""
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    full: dict[tuple[str, str, Any], list[dict[str, Any]]] = {}
+    full: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in results:
         if r["budget"] is None:
-            full.setdefault((r["model"], r["benchmark"], r["question_visible"]), []).append(r)
+            full.setdefault(_place(r), []).append(r)
         else:
-            panels.setdefault((r["model"], style.panel_title(r)), []).append(r)
+            panels.setdefault((r["model"], _title(r)), []).append(r)
     for mine in panels.values():
-        mine += full.get((mine[0]["model"], mine[0]["benchmark"], mine[0]["question_visible"]), [])
+        mine += full.get(_place(mine[0]), [])
     for where, only in full.items():
-        if not any((rs[0]["model"], rs[0]["benchmark"], rs[0]["question_visible"]) == where for rs in panels.values()):
-            panels[where[0], style.panel_title(only[0])] = list(only)
+        if not any(_place(rs[0]) == where for rs in panels.values()):
+            panels[where[0], _title(only[0])] = list(only)
     if not panels:
         return False
     columns = min(3, len(panels))
@@ -97,7 +107,9 @@ def draw(results: Sequence[dict[str, Any]], path: Path, theirs: Published | None
                 mine,
                 methods,
                 handles,
-                (theirs or {}).get((model, mine[0]["benchmark"], mine[0]["budget_protocol"] or "")),
+                None  # the papers' memory is that after the prompt
+                if _at_peak(mine[0])
+                else (theirs or {}).get((model, mine[0]["benchmark"], mine[0]["budget_protocol"] or "")),
             )
             axis.set_title(title if len(models) == 1 else f"{model}: {title}")
         for axis in list(axes.flat)[len(panels) :]:
@@ -108,6 +120,26 @@ def draw(results: Sequence[dict[str, Any]], path: Path, theirs: Published | None
     return True
 
 
+def _at_peak(result: Mapping[str, Any]) -> bool:
+    return result.get("budget_at") == "peak"
+
+
+def _place(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the cells of a panel and the full cache beside them have in common."""
+    return (result["model"], result["benchmark"], result["question_visible"], _at_peak(result))
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    return style.panel_title(result) + (", budget at the peak" if _at_peak(result) else "")
+
+
+def held(result: Mapping[str, Any]) -> float:
+    """MiB that the cache holds at the moment at which its budget binds."""
+    if not _at_peak(result):
+        return float(result["resident_bytes"]) / MIB
+    return float(result.get("resident_bytes_peak_mean") or result["resident_bytes_peak"]) / MIB  # older: the most
+
+
 def _panel(
     axis: Any,
     results: Sequence[dict[str, Any]],
@@ -116,14 +148,14 @@ def _panel(
     theirs: Mapping[str, Sequence[tuple[float, float]]] | None,
 ) -> None:
     for method in methods:
-        mine = sorted((r for r in results if r["method"] == method), key=lambda r: r["resident_bytes"])
+        mine = sorted((r for r in results if r["method"] == method), key=held)
         if not mine:
             continue
         if method == "full":
             style.reference(axis, mine[-1])
         shift = 1 + 0.018 * (methods.index(method) - len(methods) / 2)  # matched methods share their bytes
-        handles[method] = style.errors(axis, [r["resident_bytes"] / MIB * shift for r in mine], mine, method, methods)
-    bytes_seen = [r["resident_bytes"] / MIB for r in results]
+        handles[method] = style.errors(axis, [held(r) * shift for r in mine], mine, method, methods)
+    bytes_seen = [held(r) for r in results]
     for method, points in (theirs or {}).items():
         if method in methods and points:
             x, y = zip(*points, strict=True)
@@ -136,7 +168,7 @@ def _panel(
     ticks = _ticks(low, high)
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
-    axis.set_xlabel("resident cache, MiB (log)")
+    axis.set_xlabel(f"resident cache {'at its peak' if _at_peak(results[0]) else 'after the prompt'}, MiB (log)")
     style.score_axis(axis, results)
 
 

@@ -86,6 +86,8 @@ def test_turns_are_scored_by_turn(tmp_path: Path, prefills: list[int], undrawn: 
         for t in result["turns"]:
             mine = [r["score"] for r in scores if r["turn"] == t["turn"]]
             assert t["n"] == len(mine) == 3
+    table = next(tmp_path.glob("reports/*/tasks.csv")).read_text().splitlines()
+    assert sum(",turn 2,exact_match," in line for line in table) == 2
 
 
 def test_turns_are_other_cells_than_single_questions(tmp_path: Path) -> None:

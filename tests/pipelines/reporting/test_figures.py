@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,33 @@ def test_scores_have_interval_bars_and_the_full_line(
         at = [(e, i) for scores, e in seen.errors for i, s in enumerate(scores) if s == r["score"]]
         ends = {(round(e[0][i], 9), round(e[1][i], 9)) for e, i in at}
         assert (round(r["score"] - r["score_low"], 9), round(r["score_high"] - r["score"], 9)) in ends
+
+
+def test_the_axis_holds_the_bytes_of_the_moment_at_which_the_budget_binds(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Cells of both moments stand in two panels, each with the full cache at that moment."""
+    rows = []
+    for row in sweep.done:
+        result = {**(row.result or {}), "resident_bytes": 2**20, "resident_bytes_peak_mean": 3 * 2**20}
+        rows.append(replace(row, result=result))
+        if not row.is_full:
+            rows.append(replace(row, result=result, payload={**row.payload, "budget_at": "peak"}))
+    drawn: list[tuple[str, str, list[float]]] = []
+    plain = accuracy_memory._panel
+
+    def panel(axis: Any, results: Any, *rest: Any) -> None:
+        plain(axis, results, *rest)
+        drawn.append((axis.get_title(), axis.get_xlabel(), [accuracy_memory.held(r) for r in results]))
+        assert sum(r["budget"] is None for r in results) == 1
+
+    monkeypatch.setattr(accuracy_memory, "_panel", panel)
+    (picture, *_) = accuracy_memory.pictures(replace(sweep, rows=rows))
+    assert picture.draw(tmp_path / "x.png")
+    labels = {label for _, label, _ in drawn}
+    assert labels == {"resident cache after the prompt, MiB (log)", "resident cache at its peak, MiB (log)"}
+    for _, label, held in drawn:
+        assert set(held) == {3.0 if "peak" in label else 1.0}
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
