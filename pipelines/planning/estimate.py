@@ -60,6 +60,8 @@ def seconds(group: list[Cell], speed: Speed) -> float:
             rows[task, id] = rows.get((task, id), 0) + 1
     contexts = sum(any(example in rows for example in context) for context in facts.contexts)
     new = 0 if facts.is_nll else facts.new_tokens  # a likelihood is read in one step, like a prompt
+    if group[0].config.benchmark.get("turns"):  # the tokens are those of all turns
+        new //= max(map(len, facts.contexts))
     read = facts.prompt_tokens * max(c.facts.reads for c in group) + (facts.new_tokens if facts.is_nll else 0)
     fused = group[0].config.engine.fuse
     answers = sum(new * (speed.step * (1 if fused else n) + n * speed.token) for n in rows.values())

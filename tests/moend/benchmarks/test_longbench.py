@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from moend.benchmarks import benchmark, longbench
+from moend.benchmarks import benchmark, longbench, questions
 from moend.benchmarks.longbench import BUCKETS, TABLE, TASKS_E, bucket, prediction_score
 from moend.budget import Arch
 from moend.errors import Blocked, UserError
@@ -417,3 +417,27 @@ def test_hub_archive(tmp_path, monkeypatch):
     assert "\n" not in str(e.value)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "the hub is off" in benchmark("longbench", tasks="trec").available()
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_rows_with_one_context_share_it(tmp_path, turns):
+    """Also where it is cut: the context of all is the one that left room for the longest question."""
+    long = " ".join(f"sentence {i}." for i in range(300))
+    asked = ["Who?", "Why did the third of them never come back to the house?", "When?", "Where?"]
+    rows = [row(_id=str(i), context=long if i != 2 else "Another.", input=q) for i, q in enumerate(asked)]
+    folder(tmp_path, qasper=rows)
+    bench = benchmark(
+        "longbench", data_dir=str(tmp_path), tasks=["qasper"], length=1600, questions_per_context=2, turns=turns
+    )
+    contexts = bench.contexts()
+    assert [[s.id for s in c] for c in contexts] == [["0", "1"], ["3"], ["2"]]
+    own = [bench.render(s, CHAT, ARCH, chat=True) for s in contexts[0]]
+    assert own[0].truncated and own[0].context_tokens > own[1].context_tokens
+    first, second = questions.prompts(own, CHAT, visible=False, turns=turns)
+    room = 1600 - bench.fed_tokens(None)
+    assert first.context_tokens == own[1].context_tokens and len(first.ids) <= room
+    assert first.truncated - own[0].truncated == own[0].context_tokens - own[1].context_tokens
+    text = CHAT.decode(list(second.ids))
+    assert asked[1] in text and asked[0] not in text
+    assert (second.ids[: first.context_tokens] == first.ids[: first.context_tokens]) != turns
+    assert turns or second == own[1]

@@ -11,6 +11,7 @@ import pytest
 from moend.engine import Engine
 from pipelines import run
 from pipelines.planning import planner
+from pipelines.planning.estimate import Speed, seconds
 from pipelines.planning.facts import Planner
 from pipelines.results import load
 from pipelines.store.cells import Store
@@ -126,3 +127,12 @@ def test_a_killed_run_neither_loses_nor_doubles_a_question(tmp_path: Path, prefi
         lines = [line for p in Store(tmp_path).cell(key).files() for line in p.read_bytes().splitlines()]
         after = Store(tmp_path).cell(key).records()
         assert len(lines) == len(after) == 6 and after[: len(found)] == found
+
+
+def test_the_estimate_counts_a_prompt_per_context_and_an_answer_per_question(tmp_path: Path) -> None:
+    speed = Speed(prompt=1.0, step=0.0, token=1000.0, source="")
+    alone, turns = plan(tmp_path).groups[0], plan(tmp_path, "benchmark.turns=true").groups[0]
+    prompts = 3 * alone[0].facts.prompt_tokens
+    assert seconds(alone, speed) == prompts + 2 * 6 * alone[0].facts.new_tokens * 1000
+    each = turns[0].facts.new_tokens // 2  # two answers with the words of a turn between them
+    assert each >= alone[0].facts.new_tokens and seconds(turns, speed) == prompts + 2 * 6 * each * 1000
