@@ -315,7 +315,7 @@ class Engine:
                 v_bits=[max(x.storage.v_bits for x in parts) for parts in layers],
                 select_seconds=time.perf_counter() - begin,
                 positions=[_head_positions(parts) for parts in layers] if positions and job.draw == 0 else [],
-                diagnostics=diagnose(method.method.make_scorer(), prefilled, cache, self.scaling),
+                diagnostics=self._told(method, prefilled, cache),
             )
             flips: list[dict[str, Any]] = [{} for _ in prompts]
             for told, prompt in zip(flips, prompts, strict=True):
@@ -324,6 +324,14 @@ class Engine:
                     routing = self.replay.routing(prompt.ids)
                     told["routing_flips"] = routing_flips(self.model, routing, prefilled, cache, answer)
             yield _Compressed(job, result, cache, flips)
+
+    def _told(self, method: BoundMethod, prefilled: Prefilled, cache: CompressedCache) -> dict[str, Any]:
+        """What a method did to one sequence, and whether KVZip repeated the context in pieces shorter than its own."""
+        made = method.method.make_scorer()
+        told = diagnose(made, prefilled, cache, self.scaling)
+        if made is not None and "reconstruction" in made.observes and self.replay.shortened is not None:
+            told["repeated_by"] = self.replay.shortened
+        return told
 
     def _batches(self, sequences: Iterator[_Compressed]) -> Iterator[list[_Compressed]]:
         """What decodes together: as many as fit `max_bytes`, or one. The next wait uncompressed until that is done."""

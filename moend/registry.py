@@ -21,6 +21,8 @@ from typing import Any
 
 from moend.errors import UserError, unknown
 
+LATER = {"later": True}  # metadata of a part's setting that came later: its default means what there was before
+
 
 def names(package: str, group: str, attribute: str = "") -> tuple[str, ...]:
     """Names of the parts that are there: files of `package` and entry points of `group`, sorted.

@@ -138,6 +138,7 @@ class Replay:
         self.model, self.tokenizer, self.max_positions = model, tokenizer, max_positions
         self.wording, self.piece, self.chunk = wording, piece, chunk
         self._routing: Routing | None = None
+        self.shortened: int | None = None  # context tokens repeated at a time last, where the chunk found no room
 
     @cached_property
     def request(self) -> Request:
@@ -173,19 +174,23 @@ class Replay:
             found["reconstruction"] = self._reconstruct(prefilled, ids, context)
         if "routing_recon" in names:
             self._room(context)
-            found["routing_recon"] = self._instruct(prefilled, stop, self.request.first, ids)
+            found["routing_recon"] = self._instruct(prefilled, context, self.request.first, ids)
         if "routing_query" in names:
             if stop == len(ids):
                 raise Infeasible(
                     "MoEZip goes by the question after the context, and there is none: method.scorer.mode=recon", ALL
                 )
-            found["routing_query"] = self._instruct(prefilled, stop, ids[stop:], ids)
+            found["routing_query"] = self._instruct(prefilled, context, ids[stop:], ids)
         return replace(prefilled, observed=prefilled.observed | found)
 
     def _instruct(
-        self, prefilled: Prefilled, stop: int, instruction: Sequence[int], ids: Sequence[int]
+        self, prefilled: Prefilled, context: tuple[int, int], instruction: Sequence[int], ids: Sequence[int]
     ) -> list[Tensor]:
-        """What uncertain routers look at in the first `stop` entries while they read the instruction behind them."""
+        """What uncertain routers look at in the context while they read the instruction behind it.
+
+        What precedes the context (BOS, a template) is never an anchor: the base keeps it anyway.
+        """
+        start, stop = context
         routing, seen = self.routing(ids), {}
         total = Propagation(stop, routing.kind)
         layers = [_Layer(captured, stop) for captured in prefilled.layers]
@@ -204,6 +209,7 @@ class Replay:
         with routing.recording(routed):
             feed(self.model, layers, instruction, min(self.piece, PIECE))
         found = total.result()
+        found[0, :start] = -torch.inf
         behind = torch.tensor([-torch.inf, float(found[1, 0])], device=found.device)  # what follows is never an anchor
         both = torch.cat([found, behind[:, None].expand(-1, prefilled.length - stop)], dim=1)
         return [both[None]] * len(layers)
@@ -234,6 +240,7 @@ class Replay:
         """
         (start, stop), length = context, prefilled.length
         room, sinks = self._room(context), min(max(SINKS, start), stop)
+        self.shortened = room if room < min(self.chunk, stop - start) else None
         scores = [x.keys.new_full((x.keys.shape[1], length), 3.0, dtype=torch.float32) for x in prefilled.layers]
         for rows in scores:  # behind the context: in (1, 2], the newest highest
             rows[:, stop:] = 1 + torch.arange(1, length - stop + 1, device=rows.device) / max(length - stop, 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 # Goes up by one whenever a golden record changes (tests/golden): it is a part of every cell's key, so that numbers of
 # two versions never stand in one table. CHANGELOG.md says what each version changed.
-ENGINE_VERSION = 3
+ENGINE_VERSION = 4
 
 
 def _quantises(method: Mapping[str, Any]) -> bool:
@@ -32,14 +32,32 @@ def _moment_or_steps(method: Mapping[str, Any]) -> bool:
     return _evicts(method) or joint or (_quantises(method) and method.get("scorer") is not None)
 
 
+def _anchors_or_paper(method: Mapping[str, Any]) -> bool:
+    """MoEZip's anchors lie in the context only. Under the papers' protocol (`budget_protocol`, beside the method's own
+    fields) bits that are neither routed nor K8/V4 get the bytes of the budget, and a layer whose share of 1 was chosen
+    never evicts; shares of a sample are shares of its prompt.
+    """
+    if (method.get("scorer") or {}).get("name") == "moezip":
+        return True
+    bits, allocator = method["precision"], method.get("allocator") or {}
+    fixed = not {"joint", "routed"} & set(map(str, bits.values()))
+    other = fixed and _quantises(method) and dict(bits) != {"k_bits": 8, "v_bits": 4}
+    return method.get("budget_protocol") == "paper" and (other or allocator.get("name") in ("joint", "routed"))
+
+
 # Which methods (by the fields of conf/method) have other numbers since a version; its line in CHANGELOG.md says why.
 CHANGED: Mapping[int, Callable[[Mapping[str, Any]], bool]] = {
     2: lambda method: _evicts(method) and _quantises(method),
     3: _moment_or_steps,
+    4: _anchors_or_paper,
 }
 
 
-def numbers_stand(made: int, method: Mapping[str, Any]) -> bool:
-    """Whether the numbers of a method's cell by engine version `made` are still those of this version."""
+def numbers_stand(made: int, method: Mapping[str, Any], protocol: str | None = None) -> bool:
+    """Whether the numbers of a method's cell by engine version `made` are still those of this version.
+
+    protocol: the cell's `budget_protocol`.
+    """
+    method = {**method, "budget_protocol": protocol}
     later = range(made + 1, ENGINE_VERSION + 1)
     return not any(CHANGED.get(version, lambda method: True)(method) for version in later)

@@ -65,6 +65,7 @@ class Allocator:
     keeps_all: bool = False  # whether every token stays, so that there is nothing for a scorer to rank
     calibration: str | None = None  # the kind of calibration it reads
     chooses_bits: bool = False  # whether it can choose bits per layer (`precision: joint`)
+    chooses_shares: bool = False  # whether it chooses each layer's share of entries from a lattice
     divides_heads: bool = False  # whether the KV heads of a layer may hold different numbers of entries
     compares_layers: bool = False  # whether it compares scores of different layers
     averages: bool = False  # whether its plan is only an average over samples, whose scores decide

@@ -76,6 +76,11 @@ class Joint(Allocator):
         return set(self.keeps) == {1.0}
 
     @property
+    def chooses_shares(self) -> bool:  # type: ignore[override]
+        """Whether layers differ in their share."""
+        return not self.common_keep
+
+    @property
     def calibration(self) -> str:  # type: ignore[override]
         """Its table."""
         return self.table

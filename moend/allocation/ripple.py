@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moend.allocation.base import Allocation, Allocator, Task, at_least, choices
 from moend.allocation.shares import Floats, shaped, whole, within
-from moend.errors import UserError
+from moend.errors import Infeasible, UserError
+from moend.plan import LayerPlan
+from moend.registry import LATER
 
 EPSILON = 1e-12
 
@@ -24,18 +26,51 @@ class Ripple(Allocator):
         "output"  # the response that budgets follow: output (KL at the model's output) | local (L2 in the layer)
     )
 
+    layers: tuple[int, ...] | None = field(default=None, metadata=LATER)  # compressible layers, the paper's set A
+
     calibration = "ripple"
 
     def __post_init__(self) -> None:
         at_least("method.allocator.r", self.r, 1)
         at_least("method.allocator.gamma", self.gamma, 1)
         choices("method.allocator.signal", self.signal, ("output", "local"))
+        if self.layers is not None and (
+            not self.layers or not all(type(i) is int and i >= 0 for i in self.layers) or not _distinct(self.layers)
+        ):
+            raise UserError(f"method.allocator.layers must be numbers of layers from 0, each once, got {self.layers!r}")
 
     def plan(self, task: Task) -> Allocation:
-        """See `ripple`; the profile is the mean over the examples of the calibration."""
+        """See `ripple`; the profile is the mean over the examples of the calibration.
+
+        Layers outside `layers` keep every entry at 16 bit, and the others divide what is left of the budget: algorithm
+        1 speaks of compressible layers only. Infeasible where too little is left.
+        """
         measured = task.artefact("ripple").tensors["response" if self.signal == "output" else "local"]
         profile = measured.double().mean(0).numpy()
-        return Allocation(shaped(task, functools.partial(ripple, profile=profile, r=self.r, gamma=self.gamma)))
+        if self.layers is None:
+            return Allocation(shaped(task, functools.partial(ripple, profile=profile, r=self.r, gamma=self.gamma)))
+        cost, every = task.cost, range(task.cost.arch.layers)
+        if beyond := [i for i in self.layers if i not in every]:
+            raise UserError(f"method.allocator.layers names layer {beyond[0]}: the model has 0 to {every[-1]}")
+        if cost.arch.windows is not None:
+            raise UserError("method.allocator.layers is for models whose layers all grow: here some slide")
+        mine, spent = sorted(self.layers), (len(every) - len(self.layers)) * cost.layer_cost(cost.top, 16, 16)
+        left = replace(cost, arch=replace(cost.arch, layers=len(mine)), total=cost.total - spent)
+        shape = functools.partial(ripple, profile=profile[mine], r=self.r, gamma=self.gamma)
+        try:
+            divided = shaped(replace(task, cost=left), shape)
+        except Infeasible as e:
+            raise Infeasible(
+                f"{e}: the {len(every) - len(mine)} layers outside method.allocator.layers keep everything",
+                f"{int(e.smallest.removesuffix('B')) + spent}B",
+            ) from None
+        whole_layer = LayerPlan(min(cost.top / cost.reference, 1.0), cost.top, 16, 16)
+        plans = dict(zip(mine, divided, strict=True))
+        return Allocation([plans.get(i, whole_layer) for i in every])
+
+
+def _distinct(layers: tuple[int, ...]) -> bool:
+    return len(set(layers)) == len(layers)
 
 
 def multipliers(profile: Floats, r: float, gamma: float) -> Floats:

@@ -27,6 +27,7 @@ from moend.layer_bytes import (
     sliding_bytes,
     visible,
 )
+from moend.methods import paper
 from moend.methods.spec import Method, from_fields, method, method_names
 from moend.plan import LayerPlan, RoutingPlan
 from moend.scoring import scorer
@@ -100,6 +101,10 @@ class BoundMethod:
         """Whether each sample's own scores say what layers and heads keep: its plan is an average then, and no more."""
         return self.method.make_allocator().averages
 
+    @property
+    def _of_prompt(self) -> bool:  # what shares of a sample are shares of
+        return self.t_ref is None and self.protocol == "paper" and paper.of_prompt(self.method)
+
     def reserve(self, cap: int, new: int) -> int:
         """Entries of a cap that an eviction leaves free for the tokens to come."""
         return min(self._beta(cap), cap // 2, new) if self.method.evicts and self._bounded else 0
@@ -124,7 +129,7 @@ class BoundMethod:
         """The plan for a sample of `tokens` prompt tokens, with up to `new` fed afterwards (question and output)."""
         if self.given is not None:
             return self.given
-        reference = tokens + new if self.t_ref is None else self.t_ref
+        reference = tokens + (0 if self._of_prompt else new) if self.t_ref is None else self.t_ref
         if self.method.keeps_all:
             reference = max(reference, tokens + new)  # no cap holds it at t_ref
         at = (reference, new, self.budget.to_bytes(self.arch, tokens))
@@ -133,29 +138,26 @@ class BoundMethod:
         return self._plans[at]
 
     def _solve(self, reference: int, new: int, total: int) -> RoutingPlan:
-        m, arch = self.method, self.arch
-        allocator, bits = m.make_allocator(), m.bit_choices()
-        paper = self.protocol == "paper"
+        m, arch, allocator, bits = self.method, self.arch, self.method.make_allocator(), self.method.bit_choices()
         b = total / arch.full_bytes(1)  # the budget in tokens per layer at 16 bit
         costs = CostModel(
             arch=arch,
             reference=reference,
-            exact=self.t_ref is None,
+            exact=self.t_ref is None and not self._of_prompt,
             least=self.least,
-            total=round(total * 4 / 1.5) if paper and m.joint_bits else total,
-            cost="eq1" if paper or allocator.cost == "eq1" else "resident",
+            total=paper.total(m, total) if self.protocol == "paper" else total,
+            cost="eq1" if self.protocol == "paper" or allocator.cost == "eq1" else "resident",
             storage=self.storage,
             reserve=lambda cap: self.reserve(cap, new),
             new=new,
             evicts=m.evicts,
             at=self.at,
         )
-        full_precision = not m.quantises
         task = Task(
             costs,
             bits,
             protected=m.n_sink + (m.recent if isinstance(m.recent, int) else 0),
-            fixed=max(int(b if full_precision else b * 4 / 1.5), 1) if paper else None,
+            fixed=paper.entries(m, b) if self.protocol == "paper" else None,
             artefact=self.artefact,
         )
         try:
@@ -189,7 +191,7 @@ class BoundMethod:
             gap=solved.gap if solved else None,
             layers=tuple(map(_shares, layers)) if ratio else tuple(layers),
         )
-        tokens = max(reference - new, 1)
+        tokens = reference if self._of_prompt else max(reference - new, 1)
         after, peak = self._held(self._specs(plan, tokens, new), tokens, new)
         if arch.windows is not None:
             eq1, resident = self._codes(plan, tokens, new), after
@@ -265,6 +267,8 @@ class BoundMethod:
         """What a layer of this many KV heads holds, or one KV head with a plan of its own."""
         cap = self._cap(plan, tokens, new)
         storage = self.storage(cap, plan.k_bits, plan.v_bits)
+        if plan.keep == 1 and self.protocol == "paper" and paper.keeps_whole(self.method):
+            cap = EVERYTHING
         if self.method.evicts and self.at == "peak":
             cap = self._growth(cap, tokens, new, storage, heads)
         if self.method.keeps_all or cap >= tokens + (new if self.method.evicts else 0):
@@ -321,7 +325,8 @@ class BoundMethod:
 
     def _cap(self, plan: LayerPlan, tokens: int, new: int) -> int:
         """Entries that a layer or a head may hold."""
-        return max(plan.tokens if plan.tokens is not None else round(plan.keep * (tokens + new)), self.least)
+        share = round(plan.keep * (tokens + (0 if self._of_prompt else new)))
+        return max(share if plan.tokens is None else plan.tokens, self.least)
 
     def _growth(self, cap: int, tokens: int, new: int, storage: Storage, heads: int) -> int:
         """The cap of a prompt so short that it reaches it by growing.
@@ -389,14 +394,7 @@ class BoundMethod:
                 replace(s, schedule=replace(s.schedule, reindex=Reindex(self.method.n_sink, rotary[i])))
                 for i, s in enumerate(specs)
             ]
-        return compress(
-            prefilled,
-            specs,
-            selector,
-            score_key=key,
-            dtype=self.store_dtype,
-            row=row,
-        )
+        return compress(prefilled, specs, selector, score_key=key, dtype=self.store_dtype, row=row)
 
     def _division(
         self, scores: list[torch.Tensor], specs: Sequence[LayerSpec], tokens: int, new: int

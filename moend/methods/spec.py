@@ -228,7 +228,9 @@ def as_part(part: str, given: object) -> Mapping[str, Any] | None:
 
 
 def _settings(made: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    own = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.init}
+    """Name and settings of a part; one that was added `LATER` is left out at its default, so that older keys stay."""
+    fields = [f for f in dataclasses.fields(made) if f.init]
+    own = {f.name: x for f in fields if (x := getattr(made, f.name)) != f.default or not f.metadata.get("later")}
     plain = {k: list(v) if isinstance(v, tuple) else dict(v) if isinstance(v, Mapping) else v for k, v in own.items()}
     return {"name": given["name"], **plain}
 

@@ -157,6 +157,25 @@ def test_fused_equals_single(loaded, artefacts, examples, visible, tight):
     assert all(same(a, b) for a, b in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("routed", "uniform"), [("2d_hetero", "2d_uniform"), ("2d_hetero", "1d"), ("RippleKV", "SnapKV")]
+)
+@pytest.mark.parametrize("at", ["prompt", "peak"])
+def test_equal_layers_are_the_uniform_method_bit_for_bit(loaded, artefacts, examples, routed, uniform, at):
+    """MoE-nD section 4: a plan per layer whose layers are alike takes the path of the uniform method to the bit."""
+    beta = {"beta": 3} if method(uniform).evicts else {}
+    one = cell(loaded, artefacts, uniform, "20%", at=at, **beta)
+    for example in examples[:1]:
+        cut, new = len(example.ids) - 1, max(example.max_new_tokens, len(example.gold_ids))
+        plan = one.plan(cut, new)
+        assert len({(x.keep, x.k_bits, x.v_bits) for x in plan.layers}) == 1
+        other = dataclasses.replace(cell(loaded, artefacts, routed, "20%", at=at, **beta), given=plan)
+        a, b = (Engine(loaded).run(example, [Job(x)], positions=True)[0] for x in (one, other))
+        kept = [[p.tolist() for heads in out.positions for p in heads] for out in (a, b)]
+        assert a.answer_nll == b.answer_nll and kept[0] == kept[1]
+        assert same(*(dataclasses.replace(out, positions=[]) for out in (a, b)))
+
+
 @pytest.mark.req(1)
 @pytest.mark.req(4)
 @pytest.mark.req(21)

@@ -126,7 +126,8 @@ def test_routing_is_the_naive_sum(mode, piece):
     found = replay(model, piece=piece).observe(done, {name}, tokens, (START, STOP)).observed[name]
     r, gamma = routing_naive(model, tokens, STOP, tokens[STOP:] if mode == "query" else list(ASK.first))
     assert len(found) == 3
-    torch.testing.assert_close(found[0][0, 0, :STOP], r, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[0][0, 0, START:STOP], r[START:], atol=1e-4, rtol=1e-4)
+    assert START > 0 and bool((found[0][0, 0, :START] == -torch.inf).all())  # BOS and template take no anchor's place
     assert bool((found[0][0, 0, STOP:] == -torch.inf).all())
     assert found[0][0, 1].tolist() == pytest.approx([gamma] * LENGTH)
     assert 0 < gamma < 1
@@ -202,6 +203,7 @@ def test_a_model_without_room_for_the_repetition_is_refused_and_a_little_room_is
     done = prefill(model, torch.tensor([tokens]))
     small = replay(model, STOP + 10 + 20)  # later requests have 2 + 8 tokens: chunks of 20 fit
     found = small.observe(done, {"reconstruction"}, tokens, (START, STOP)).observed["reconstruction"]
+    assert small.shortened == 20  # and says that it was not KVZip's own 2,048
     for mine, naive in zip(found, naive_scores(model, tokens, 20), strict=True):
         torch.testing.assert_close(mine[0], naive, atol=2e-5, rtol=1e-4)
     with pytest.raises(UserError, match="leaves no room for its repetition"):

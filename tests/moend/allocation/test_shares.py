@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moend.allocation import CostModel, Task
 from moend.allocation.pyramid import pyramid
-from moend.allocation.ripple import multipliers, ripple
+from moend.allocation.ripple import Ripple, multipliers, ripple
 from moend.allocation.shares import whole, within
-from moend.errors import UserError
+from moend.budget import Arch
+from moend.calibration.artefact import Artefact
+from moend.errors import Infeasible, UserError
+from moend.layer_bytes import Storage
+from moend.plan import LayerPlan
 
 PROFILES = st.lists(st.floats(0, 1e3, allow_nan=False), min_size=1, max_size=128)
 
@@ -119,3 +126,35 @@ def test_pyramid_properties(layers, mean, window, room):
         most = min(1.95 * spare, high - window)
         line = window + most - np.arange(layers) * 2 * (most - spare) / (layers - 1)
         assert np.abs(exact - line).max() < 1
+
+
+def layers_of(total: int, **settings: Any) -> list[LayerPlan]:
+    arch = Arch(layers=4, q_heads=2, kv_heads=1, head_dim=8, max_positions=4096)
+    cost = CostModel(
+        arch=arch, reference=100, exact=False, least=1, new=0, total=total, cost="eq1", storage=_stored,
+        reserve=lambda cap: 0, at="prompt",
+    )  # fmt: skip
+    profile = torch.tensor([[3.0, 1.0, 9.0, 1.0]])
+    held = Artefact("ripple", {}, {"response": profile, "local": profile}, {})
+    task = Task(cost, ((16,), (16,)), protected=0, fixed=None, artefact=lambda kind: held)
+    return Ripple(**settings).plan(task).layers
+
+
+def _stored(cap: int, k_bits: int, v_bits: int) -> Storage:
+    return Storage(k_bits, v_bits, 64, 0, "none")
+
+
+def test_layers_outside_set_a_keep_everything():
+    """200 entries of 8 channels: layer 1 keeps its 100, the three others share 99 (3 x 33) by the mapping."""
+    total = 200 * 8 * 4
+    plans = layers_of(total, layers=(0, 2, 3), r=2.0)
+    assert plans[1].tokens == 100 and plans[1].keep == 1
+    assert [plans[i].tokens for i in (0, 2, 3)] == ripple(99, 0, 100, profile=np.array([3.0, 9, 1]), r=2.0, gamma=4.0)
+    assert layers_of(total, r=2.0) == layers_of(total, layers=(0, 1, 2, 3), r=2.0)  # A is all layers by default
+    with pytest.raises(Infeasible, match="the 3 layers outside"):
+        layers_of(total, layers=(2,))
+    with pytest.raises(UserError, match="names layer 4: the model has 0 to 3"):
+        layers_of(total, layers=(0, 4))
+    for wrong in ((), (0, 0), (-1,), (1.5,)):
+        with pytest.raises(UserError, match=r"method\.allocator\.layers must be numbers"):
+            Ripple(layers=wrong)

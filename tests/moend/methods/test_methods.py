@@ -364,6 +364,46 @@ def test_the_papers_protocol_has_the_papers_bytes():
     assert all(x.tokens == 512 for x in bound("2d", 192, "paper").plan(1000, 16).layers)
 
 
+@pytest.mark.parametrize(("name", "fields"), [("MiniKV", {}), ("1d", {"precision": {"k_bits": 4, "v_bits": 4}})])
+def test_the_papers_exchange_rate_is_of_routed_and_k8v4_methods_only(name, fields):
+    """Any other quantised method gets the bytes of 1d, not 8/3 entries for one: MiniKV then had a third of them."""
+    one = bound("1d", 192, "paper", t_ref=None).plan(10_000, 16).predicted["eq1_bytes"]
+    other = bound(name, 192, "paper", t_ref=None, **fields).plan(10_000, 16).predicted["eq1_bytes"]
+    assert one - 6 * 2 * 64 * 4 <= other <= one  # but for less than one entry per layer and head
+
+
+def routed(budget: object, length: int | None, **allocator: Any) -> BoundMethod:
+    fields = {"allocator": {"name": "joint", "solver": "greedy_paper", **allocator}}
+    return bound("2d_hetero", budget, "paper", t_ref=length, **fields)
+
+
+def test_a_share_of_one_never_evicts_in_the_papers_protocol():
+    """Table 4's mechanism: layers with keep = 1 grow with the output, those below hold their caps."""
+    b, tokens, new = routed(300, 1024), 1024, 4096
+    plan = b.plan(tokens, new)
+    whole = [x.keep == 1 for x in plan.layers]
+    assert any(whole) and not all(whole)
+    for spec, keeps in zip(b.specs(tokens, new), whole, strict=True):
+        assert (spec.tokens > 10**6 and spec.schedule.cap is None) == keeps
+    same = bound("2d_hetero", 300, t_ref=1024, allocator={"name": "joint", "solver": "greedy_paper"})
+    assert all(s.schedule.cap is not None for s in same.specs(tokens, new))  # at matched bytes every layer has a cap
+    assert all(s.schedule.cap is not None for s in bound("1d", 2000, "paper", t_ref=1024).specs(3000, 16))
+
+
+def test_shares_of_a_sample_are_of_its_prompt_in_the_papers_protocol():
+    """MATH-500: prompts of 900 tokens, outputs of 16k. Most layers keep all, as the paper says (more than 75 %)."""
+    for budget, least in ((128, 0.0), (512, 0.76)):
+        b = routed(budget, None, t_ref="sample")
+        plan = b.plan(900, 16_384)
+        assert plan.t_ref == 900
+        assert sum(x.keep == 1 for x in plan.layers) / 6 >= least
+        assert plan.predicted["eq1_bytes"] <= 6 * budget * 2 * 64 * 4 * 4 / 1.5 + 6 * 64 * 16
+        specs = b.specs(900, 16_384)
+        assert all(s.tokens > 10**6 or s.tokens == round(x.keep * 900) for s, x in zip(specs, plan.layers, strict=True))
+    matched = bound("2d_hetero", 512, t_ref=None, allocator={"name": "joint", "t_ref": "sample"})
+    assert matched.plan(900, 100).t_ref == 1000  # nobody holds more than the budget, output included
+
+
 @pytest.mark.req(3)
 @pytest.mark.parametrize("name", method_names())
 def test_room_for_all_means_nothing_is_compressed(name):

@@ -82,3 +82,26 @@ def test_needs_queries() -> None:
     assert scorer("snapkv", window=16).last_queries == 16
     with pytest.raises(ValueError, match="last queries"):
         scorer("snapkv")(view(queries=None))
+
+
+@pytest.mark.parametrize("pool", ["avg", "max"])
+def test_best_is_the_best_place_that_a_query_head_gives(pool: str) -> None:
+    """Each query head ranks by itself; an entry's place is the best of its group, ties by the larger share."""
+    v, window, kernel = view(23, window=4), 4, 3
+    got = scorer("snapkv", window=window, pool=pool, kernel=kernel, heads="best")(v)
+    assert v.queries is not None
+    for h in range(2):
+        votes = []
+        for g in range(3):
+            mine = replace(v, keys=v.keys[h : h + 1], queries=v.queries[h * 3 + g : h * 3 + g + 1])
+            votes.append(naive(mine, window, pool, kernel)[0, :19])
+        places = [sorted(range(19), key=lambda i, s=shares: (-float(s[i]), i)) for shares in votes]
+        best = [min(order.index(i) for order in places) for i in range(19)]
+        most = [max(float(s[i]) for s in votes) for i in range(19)]
+        want = sorted(range(19), key=lambda i: (best[i], -most[i]))
+        assert got[h, :19].argsort(descending=True).tolist() == want
+        assert (got[h, 19:] > 1).all() and (got[h, :19] <= 1).all()
+    assert not scorer("snapkv", heads="best").comparable
+    alone = view(23, group=1)  # with one query head it is the same order
+    orders = [scorer("snapkv", window=4, heads=how)(alone).argsort(dim=-1) for how in ("mean", "best")]
+    assert torch.equal(*orders)

@@ -76,6 +76,15 @@ def test_version_3_changed_what_the_changelog_says() -> None:
     assert not version.CHANGED[3]({**method("full").settings, "schedule": None})  # as it stands in a key
 
 
+def test_version_4_changed_moezip_and_the_papers_protocol() -> None:
+    def changed(protocol: str) -> set[str]:
+        return {n for n in method_names() if not version.numbers_stand(3, method(n).settings, protocol)}
+
+    assert changed("matched") == {"MoEZip"}
+    assert changed("paper") >= {"MoEZip", "MiniKV", "KIVI", "2d", "2d_hetero"}
+    assert not changed("paper") & {"full", "1d", "2d_uniform", "SnapKV", "RippleKV"}
+
+
 def test_the_cells_of_the_old_store_that_stand(store: Store) -> None:
     found = {r.info["method"]: r for r in sweep.rows(store, store.read_manifest("latest"))}
     assert found["SnapKV"].state == "done"  # 16 bit, compresses the prompt only: as it was
