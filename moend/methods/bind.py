@@ -101,10 +101,6 @@ class BoundMethod:
         """Whether each sample's own scores say what layers and heads keep: its plan is an average then, and no more."""
         return self.method.make_allocator().averages
 
-    @property
-    def _of_prompt(self) -> bool:  # what shares of a sample are shares of
-        return self.t_ref is None and self.protocol == "paper" and paper.of_prompt(self.method)
-
     def reserve(self, cap: int, new: int) -> int:
         """Entries of a cap that an eviction leaves free for the tokens to come."""
         return min(self._beta(cap), cap // 2, new) if self.method.evicts and self._bounded else 0
@@ -129,7 +125,7 @@ class BoundMethod:
         """The plan for a sample of `tokens` prompt tokens, with up to `new` fed afterwards (question and output)."""
         if self.given is not None:
             return self.given
-        reference = tokens + (0 if self._of_prompt else new) if self.t_ref is None else self.t_ref
+        reference = paper.length(self, tokens, new) if self.t_ref is None else self.t_ref
         if self.method.keeps_all:
             reference = max(reference, tokens + new)  # no cap holds it at t_ref
         at = (reference, new, self.budget.to_bytes(self.arch, tokens))
@@ -143,7 +139,7 @@ class BoundMethod:
         costs = CostModel(
             arch=arch,
             reference=reference,
-            exact=self.t_ref is None and not self._of_prompt,
+            exact=self.t_ref is None and not paper.of_prompt(self),
             least=self.least,
             total=paper.total(m, total) if self.protocol == "paper" else total,
             cost="eq1" if self.protocol == "paper" or allocator.cost == "eq1" else "resident",
@@ -191,7 +187,7 @@ class BoundMethod:
             gap=solved.gap if solved else None,
             layers=tuple(map(_shares, layers)) if ratio else tuple(layers),
         )
-        tokens = reference if self._of_prompt else max(reference - new, 1)
+        tokens = reference if paper.of_prompt(self) else max(reference - new, 1)
         after, peak = self._held(self._specs(plan, tokens, new), tokens, new)
         if arch.windows is not None:
             eq1, resident = self._codes(plan, tokens, new), after
@@ -267,7 +263,7 @@ class BoundMethod:
         """What a layer of this many KV heads holds, or one KV head with a plan of its own."""
         cap = self._cap(plan, tokens, new)
         storage = self.storage(cap, plan.k_bits, plan.v_bits)
-        if plan.keep == 1 and self.protocol == "paper" and paper.keeps_whole(self.method):
+        if plan.keep == 1 and paper.keeps_whole(self):
             cap = EVERYTHING
         if self.method.evicts and self.at == "peak":
             cap = self._growth(cap, tokens, new, storage, heads)
@@ -325,8 +321,7 @@ class BoundMethod:
 
     def _cap(self, plan: LayerPlan, tokens: int, new: int) -> int:
         """Entries that a layer or a head may hold."""
-        share = round(plan.keep * (tokens + (0 if self._of_prompt else new)))
-        return max(share if plan.tokens is None else plan.tokens, self.least)
+        return max(plan.tokens or round(plan.keep * paper.length(self, tokens, new)), self.least)
 
     def _growth(self, cap: int, tokens: int, new: int, storage: Storage, heads: int) -> int:
         """The cap of a prompt so short that it reaches it by growing.

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from moend.methods.spec import Method
+
+if TYPE_CHECKING:
+    from moend.methods.bind import BoundMethod
 
 EXCHANGE = 4 / 1.5  # entries for one at 16 bit (MoE-nD section 5.1): 32 bits for K and V over 12 of K8/V4
 
@@ -24,11 +29,17 @@ def total(method: Method, bytes_: int) -> int:
     return round(bytes_ * EXCHANGE) if method.joint_bits else bytes_
 
 
-def of_prompt(method: Method) -> bool:
+def of_prompt(bound: BoundMethod) -> bool:
     """Whether shares are of each prompt's length, its output left out (`t_ref: sample`)."""
-    return method.make_allocator().t_ref == "sample"
+    sample = bound.method.make_allocator().t_ref == "sample"
+    return bound.protocol == "paper" and bound.t_ref is None and sample
 
 
-def keeps_whole(method: Method) -> bool:
+def length(bound: BoundMethod, tokens: int, new: int) -> int:
+    """What shares of a sample are shares of."""
+    return tokens if of_prompt(bound) else tokens + new
+
+
+def keeps_whole(bound: BoundMethod) -> bool:
     """Whether a layer with a share of 1 never evicts, however long the output: where shares are chosen per layer."""
-    return method.make_allocator().chooses_shares
+    return bound.protocol == "paper" and bound.method.make_allocator().chooses_shares
