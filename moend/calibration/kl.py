@@ -322,22 +322,32 @@ class KL(TableKind):
         if "sensitivity" not in others:
             return None
         found = against_proxy(others["sensitivity"], artefact)
+        papers = against_proxy(others["sensitivity"], artefact, "paper")
         rows = [
             (name, *("-" if r[k] is None else f"{r[k]:.2f}" for k in ("pearson", "spearman")))
             for name, r in found["per_config"].items()
         ]
-        mean = ", ".join(f"{k} {v:.3f}" for k, v in found["mean"].items() if v is not None)
+
+        def within(r: dict[str, Any]) -> str:
+            mean = ", ".join(f"{k} {v:.3f}" for k, v in r["mean"].items() if v is not None)
+            return f"mean {mean}; Pearson above 0.8 in {r['above_0.8']} of {r['layers']} layers"
+
         lines = (
-            f"within layers, mean: {mean}; Pearson above 0.8 in {found['above_0.8']} of {found['layers']} layers",
+            f"within layers, the paper's configurations ({len(papers['per_config'])} of its 11): {within(papers)}",
+            f"within layers, all {len(found['per_config'])} that were measured: {within(found)}",
             "published (MoE-nD, appendix B): 0.945 and 0.937, 28 of 28; over layers about 0 for eviction",
         )
         columns = ("configuration", "Pearson over layers", "Spearman")
         return Report(columns, rows, lines, title="sensitivity against KL")
 
 
-def against_proxy(sensitivity: Artefact, kl: Artefact) -> dict[str, Any]:
-    """`rank_agreement` of a sensitivity and a KL artefact, over the configurations that both hold."""
+def against_proxy(sensitivity: Artefact, kl: Artefact, which: str = "all") -> dict[str, Any]:
+    """`rank_agreement` of a sensitivity and a KL artefact, over the configurations that both hold.
+
+    which: all of them, or those of a set that has a name (`named_configs`).
+    """
     held = set(decode(sensitivity.tensors["configs"]))
+    held &= held if which == "all" else set(named_configs(which))
     both = [c for c in decode(kl.tensors["configs"]) if c in held]
     return rank_agreement(table(sensitivity, both), table(kl, both), both)
 

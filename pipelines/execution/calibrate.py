@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,18 @@ from pipelines.execution import session as evaluate
 from pipelines.execution.runner import Runner
 from pipelines.planning import planner
 from pipelines.planning.planner import Cell, Plan
-from pipelines.store.files import write_json
+from pipelines.reporting import report
+from pipelines.results.sweep import CALIBRATED
+from pipelines.store.files import read_json, write_json
+from pipelines.tracking import items
+from pipelines.tracking import wandb as tracking
 
 
-def calibrate(points: list[Point]) -> int:
-    """Compute or load the artefacts of every cell, solve its plan, show and write it; one never takes others along."""
+def calibrate(points: list[Point], args: Sequence[str]) -> int:
+    """Compute or load the artefacts of every cell, solve its plan, show and write it; one never takes others along.
+
+    A sweep that is only calibrated gets a page, too. args: the command's.
+    """
     console, library = terminal.console(), evaluate.Library()
     plan = planner.make_plan(points, library)
     for cell in plan.cells:  # records and a benchmark's data are not needed
@@ -48,9 +55,11 @@ def calibrate(points: list[Point]) -> int:
     elif plan.groups[0]:
         plan.store.prepare()
         Runner(plan, library, console).calibrate()
-        for cell in (c for c in plan.cells if c.state == "run"):
-            _one(plan, cell, library, console)
+        mine = [c for c in plan.cells if c.state == "run"]
+        plans = {cell.key: _one(plan, cell, library, console) for cell in mine}
         _compare(plan, console)
+        if mine and (len(plan.cells) > 1 or any(a.startswith("+sweep=") for a in args)):
+            _page(plan, plans, args, console)
     ended = {c.state for c in plan.cells}
     if len(plan.cells) == 1 and ended & {"blocked", "infeasible"}:
         raise UserError(plan.cells[0].reason)
@@ -72,7 +81,23 @@ def _compare(plan: Plan, console: Console) -> None:
         show_report(kind(name).compare(artefact, found), console)
 
 
-def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) -> None:
+def _page(plan: Plan, plans: Mapping[str, dict[str, Any] | None], args: Sequence[str], console: Console) -> None:
+    """The sweep's manifest, report and W&B runs; where `run` has made a manifest, that one stays."""
+    path = plan.store.manifest(plan.name)
+    if not path.exists() or any(c["state"] == CALIBRATED for c in read_json(path)["cells"]):
+        made = planner.manifest(plan, args, "calibrate")
+        for cell in made["cells"]:
+            if cell["key"] in plans:
+                cell |= {"state": CALIBRATED, "plan": plans[cell["key"]]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, made)
+    page = report.write(plan.store, plan.name, report.compared(plan.store, report.rows(plan.store, read_json(path))))[0]
+    say(console, f"tables and figures of the sweep: {page}")
+    config = plan.cells[0].config.tracking
+    tracking.publish(plan.store, plan.name, config, items.items(plan.store, plan.name))
+
+
+def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) -> dict[str, Any] | None:
     folders = {n.kind: plan.store.calibration(n.key) for n in cell.facts.calibrations}
     routed = library.plan(cell.config, cell.facts, folders)
     if routed is None:
@@ -80,7 +105,7 @@ def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) ->
             "keeps everything" if cell.facts.is_full else "each sample's scores divide its budget over layers and heads"
         )
         say(console, f"{cell.label}: {why}, there is no plan")
-        return
+        return None
     show(cell, routed, console)
     for name, source in folders.items():
         show_report(kind(name).report(Artefact.load(source), routed), console)
@@ -89,6 +114,7 @@ def _one(plan: Plan, cell: Cell, library: evaluate.Library, console: Console) ->
         say(console, str(path))
     name, given = cell.facts.method, terminal.budget(cell.config.budget)
     say(console, f"in a script: moend.compress(model, '{name}', '{given}', calibration='{folder}')")
+    return routed
 
 
 def show_report(report: Report | None, console: Console) -> None:

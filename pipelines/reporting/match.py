@@ -6,6 +6,7 @@ Ours and theirs are shown side by side and never mixed: nothing here averages, r
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,10 @@ class _Finder:
         self.kinds: dict[str, Callable[[Fact], Ours | None]] = {
             "score": self._score,
             "memory": self._memory,
+            "compression": self._memory,
+            "layers that keep all": self._whole,
+            "decode time ratio": self._ratio,
+            "solve time": lambda fact: Ours(state="measured by python -m perf.solver") if self._ran(fact) else None,
             "difference": self._difference,
             "latency": self._speed,
             "throughput": self._speed,
@@ -101,6 +106,8 @@ class _Finder:
             "mean Spearman": self._proxy,
             "layers above 0.8": self._proxy,
             "Pearson": self._proxy,
+            "lowest Pearson": self._proxy,
+            "highest Pearson": self._proxy,
         }
 
     def find(self, fact: Fact) -> Ours | None:
@@ -168,7 +175,30 @@ class _Finder:
         if not found:
             return None
         r = found[0].result
-        return Ours(state=found[0].state) if r is None else Ours(r["resident_bytes"] / MIB, n=r["n"])
+        if r is None:
+            return Ours(state=found[0].state)
+        if fact.fields["quantity"] == "compression":
+            return Ours(r["full_bytes"] / r["eq1_bytes"], n=r["n"]) if r["eq1_bytes"] else None
+        return Ours(r["eq1_bytes"] / MIB, n=r["n"])
+
+    def _ran(self, fact: Fact) -> bool:
+        """Whether the sweep solved a plan of MoE-nD's for the model."""
+        return any(self.sweep.plan(row) for row in self._cells({**fact.fields, "method": "2d_hetero"}))
+
+    def _whole(self, fact: Fact) -> Ours | None:
+        """Share of layers that keep every entry, by plan and by record: the least over the budgets of the sweep."""
+        shares = [x for row in self._cells(fact.fields) if (x := self.sweep.whole_layers(row)) is not None]
+        return Ours(100 * min(min(x) for x in shares)) if shares else None
+
+    def _ratio(self, fact: Fact) -> Ours | None:
+        """Decoding seconds per token of 2d_hetero over those of 2d_uniform, mean over budgets at equal bytes."""
+        speeds: dict[str, dict[str, float]] = {}
+        for method in ("2d_hetero", "2d_uniform"):
+            for row in self._cells({**fact.fields, "method": method, "protocol": "matched"}):
+                if row.result is not None and not row.result["fused"] and row.result["tokens_per_second"]:
+                    speeds.setdefault(row.payload["budget"], {})[method] = row.result["tokens_per_second"]
+        both = [x["2d_uniform"] / x["2d_hetero"] for x in speeds.values() if len(x) == 2]
+        return Ours(sum(both) / len(both)) if both else None
 
     def _difference(self, fact: Fact) -> Ours | None:
         fields = fact.fields
@@ -237,9 +267,10 @@ class _Finder:
         return [(row, figure(f, "ripple")) for row, f in self.sweep.artefacts("ripple").values()]
 
     def _ranks(self, fact: Fact) -> Ours | None:
+        """Over the models of the sweep, at the share that the fact names alone: shares are never pooled."""
         name = {"layer index": "depth", "output response": "output"}[fact.fields["signal"]]
-        said = [x[name]["value"] for _, p in self._profiles() for x in p["info"]["damage"].values()]
-        values = [v for v in said if v is not None]
+        said = [p["info"]["damage"].get(f"{fact.fields['keep']:g}") for _, p in self._profiles()]
+        values = [x[name]["value"] for x in said if x is not None and x[name]["value"] is not None]
         if not values:
             return None
         kinds = {"mean": sum(values) / len(values), "lowest": min(values), "highest": max(values)}
@@ -248,12 +279,14 @@ class _Finder:
     def _damage(self, fact: Fact) -> Ours | None:
         for row, profile in self._profiles():
             if row.info["model"] == fact.fields["model"] and profile["damage"]:
-                layers = next(iter(profile["damage"].values())).mean(0)
+                if (measured := profile["damage"].get(fact.fields["keep"])) is None:
+                    continue
+                layers = measured.mean(0)
                 return Ours(float(layers.min() if fact.fields["over"] == "smallest layer" else layers.max()))
         return None
 
     @functools.cache  # noqa: B019
-    def _agreement(self, model: str) -> dict[str, Any] | None:
+    def _agreement(self, model: str, which: str) -> dict[str, Any] | None:
         from moend.calibration import Artefact
         from moend.calibration.kl import against_proxy
 
@@ -262,16 +295,28 @@ class _Finder:
             for row, folder in self.sweep.artefacts(kind).values():
                 if row.info["model"] == model:
                     found.setdefault(kind, Artefact.load(folder, kind=kind))
-        return against_proxy(found["sensitivity"], found["kl"]) if len(found) == 2 else None
+        return against_proxy(found["sensitivity"], found["kl"], which) if len(found) == 2 else None
 
     def _proxy(self, fact: Fact) -> Ours | None:
-        found = self._agreement(fact.fields["model"])
+        found = self._agreement(fact.fields["model"], fact.fields.get("configurations", "all"))
         if found is None:
             return None
+        if (among := fact.fields.get("among")) is not None:
+            values = [r["pearson"] for n, r in found["per_config"].items() if _is_among(n, among)]
+            known = [v for v in values if v is not None]
+            kinds = {"lowest Pearson": min(known), "highest Pearson": max(known)} if known else {}
+            return Ours((kinds | {"mean Pearson": sum(known) / len(known)})[fact.fields["quantity"]]) if known else None
         if (operation := fact.fields.get("operation")) is not None:
             return Ours((found["per_config"].get(operation) or {}).get("pearson"))
         mean = {f"mean {k.capitalize()}": v for k, v in found["mean"].items()}
         return Ours((mean | {"layers above 0.8": found["above_0.8"]})[fact.fields["quantity"]])
+
+
+def _is_among(configuration: str, among: str) -> bool:
+    """Whether a configuration only evicts, or only quantises V."""
+    if among == "eviction":
+        return re.fullmatch(r"keep_[\d.]+", configuration) is not None
+    return re.fullmatch(r"v\d+", configuration) is not None
 
 
 def _scaled(unit: float, value: float, low: float | None, high: float | None, n: int) -> Ours:

@@ -73,11 +73,11 @@ def show(store: Store, name: str, to: Console) -> list[Row]:
             say(to, f"the terminal has no room for: {', '.join(gone)}")
     for line in notes(found):
         say(to, line)
-    if did := tables.diagnosed(found):
+    if did := tables.diagnosed(Sweep(store, manifest, found, ())):
         table = Table(
             *tables.DIAGNOSED_TITLES, box=None, title="what methods did", title_justify="left", header_style="bold"
         )
-        for i in (4, 5, 6, 7):
+        for i in range(4, 10):
             table.columns[i].justify = "right"
         for cells in did:
             table.add_row(*cells)

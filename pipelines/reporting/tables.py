@@ -35,7 +35,8 @@ TITLES = (
     "full", "compression", "tokens/s",
 )  # fmt: skip
 DIAGNOSED_TITLES = (
-    "benchmark", "question", "method", "budget", "Gamma", "anchors", "replaced", "routing flips", "layers",
+    "benchmark", "question", "method", "budget", "Gamma", "anchors", "replaced", "routing flips",
+    "repeated by", "keep all: plan, record", "layers",
 )  # fmt: skip
 DELTA_TITLES = ("benchmark", "question", "budget", "difference", "score [95 % interval]", "p (Holm)", "answer NLL")
 
@@ -122,21 +123,24 @@ def marked(found: Sequence[Row]) -> str:
     return " ".join(told)
 
 
-_DIAGNOSED = {"gamma": 2, "anchors": 0, "replaced": 3, "routing_flips": 3}
+_DIAGNOSED = {"gamma": 2, "anchors": 0, "replaced": 3, "routing_flips": 3, "repeated_by": 0}
 
 
-def diagnosed(found: Sequence[Row]) -> list[list[str]]:
+def diagnosed(sweep: Sweep) -> list[list[str]]:
     """What methods did beyond their bytes, mean over the examples, as people read it; one line per cell that says any.
 
+    keep all: shares of layers, see `Sweep.whole_layers` (MoE-nD section 5.5: more than 75 % where it has no advantage).
     layers: where heads hold different numbers of entries, the least and the most that a layer keeps of its own.
     """
     out = []
-    for row in found:
+    for row in sweep.rows:
         said = (row.result or {}).get("diagnostics") or {}
-        if row.result is None or not set(said) - {"notes"}:
+        whole = sweep.whole_layers(row)
+        if row.result is None or not (set(said) - {"notes"} or whole):
             continue
         benchmark, asked, _, given = row.columns
         values = [f"{said[k]:.{digits}f}" if k in said else "" for k, digits in _DIAGNOSED.items()]
+        values.append("" if whole is None else f"{whole[0]:.0%}, {whole[1]:.0%}")
         layers = ""
         if "head_tokens" in said:
             kept = row.result["entries_per_head"]["effective_keep"]
@@ -321,7 +325,7 @@ def markdown(sweep: Sweep, compared: Sequence[Comparison]) -> str:
     lines = [f"# {sweep.name}", "", f"`{m['command']}`, {m['created']}", "", *partial(sweep)]
     lines += _grid(("model", *TITLES), [[row.info["model"], *cells(row)] for row in sweep.rows])
     lines += ["", *(f"{n}\n" for n in notes(sweep.rows))]
-    if did := diagnosed(sweep.rows):
+    if did := diagnosed(sweep):
         lines += ["## What methods did", "", *_grid(DIAGNOSED_TITLES, did), ""]
     if chain := ablations(sweep.differences):
         lines += ["## Paired differences", "", *_grid(DELTA_TITLES, chain), ""]

@@ -18,6 +18,7 @@ from pipelines.results.deltas import Delta, Scored, deltas
 from pipelines.store.cells import Store
 from pipelines.store.files import read_json
 
+CALIBRATED = "calibrated"  # the state of a cell whose calibrations and plan were made, and nothing else
 GONE = ("incomplete", "failed", "blocked")  # states that a rerun of the command may change
 
 
@@ -77,6 +78,8 @@ def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
             state, result = f"not tabled: {why}", None
         elif result is not None:
             state = "done"
+        elif cell["state"] == CALIBRATED:
+            state = f"{CALIBRATED} only: no question was asked"
         elif cell["state"] in ("infeasible", "blocked", "failed"):
             state = f"{cell['state']}: {cell['reason']}"
         else:
@@ -219,7 +222,25 @@ class Sweep:
     def plan(self, row: Row) -> dict[str, Any] | None:
         """What each layer keeps in a cell, where its method has a plan."""
         path = self.store.cell(row.key).folder / "plan.json"
-        return read_json(path) if path.exists() else None
+        if path.exists():
+            return read_json(path)
+        return next((c.get("plan") for c in self.manifest["cells"] if c["key"] == row.key), None)
+
+    @property
+    def measured(self) -> list[Row]:
+        """Cells that are complete, and those of which only calibration and plan were asked for."""
+        return [row for row in self.rows if row.result is not None or row.state.startswith(CALIBRATED)]
+
+    def whole_layers(self, row: Row) -> tuple[float, float] | None:
+        """Shares of a cell's layers that keep all: by its plan (keep = 1), and by its records (effective_keep = 1).
+
+        None where no solver gave its layers their shares, or there is no result.
+        """
+        if row.result is None or (plan := self.plan(row)) is None or plan.get("solver", "none") == "none":
+            return None
+        planned = [x["keep"] == 1 for x in plan["layers"]]
+        held = [x >= 1 - 1e-6 for x in row.result["entries_per_head"]["effective_keep"]]
+        return sum(planned) / len(planned), sum(held) / len(held)
 
     def artefact(self, row: Row, kind: str) -> Path | None:
         """The folder of a calibration that a cell used, where it is there."""
@@ -228,9 +249,9 @@ class Sweep:
         return folder if folder is not None and (folder / "artefact.json").exists() else None
 
     def artefacts(self, kind: str) -> dict[str, tuple[Row, Path]]:
-        """Distinct artefacts of a kind that complete cells used, by key, with a cell that used each."""
+        """Distinct artefacts of a kind that complete or calibrated cells use, by key, with a cell of each."""
         found: dict[str, tuple[Row, Path]] = {}
-        for row in self.done:
+        for row in self.measured:
             if (folder := self.artefact(row, kind)) is not None:
                 found.setdefault(folder.name, (row, folder))
         return found

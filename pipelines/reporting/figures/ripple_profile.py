@@ -25,7 +25,7 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
     from moend.calibration import figure
 
     for key, (_, folder) in sweep.artefacts("ripple").items():
-        users = [r for r in sweep.done if r.payload["calibrations"].get("ripple") == key]
+        users = [r for r in sweep.measured if r.payload["calibrations"].get("ripple") == key]
         shared = [(r, entries(plan)) for r in users if (plan := sweep.plan(r)) is not None]
         if not shared:
             continue

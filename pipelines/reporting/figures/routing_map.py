@@ -28,7 +28,9 @@ def pictures(sweep: Sweep) -> Iterator[Picture]:
             mode = "" if asked == "-" else f", question {asked}"
             seen = plans.setdefault(row.info["model"], [])
             if all(p["layers"] != plan["layers"] for *_, p in seen):
-                seen.append((row.info["method"], f"{row.method} at {given}, {benchmark}{mode}", plan))
+                whole = sweep.whole_layers(row)
+                kept = "" if whole is None else f": {whole[0]:.0%} of layers keep all by plan, {whole[1]:.0%} by record"
+                seen.append((row.info["method"], f"{row.method} at {given}, {benchmark}{mode}{kept}", plan))
     for model, found in plans.items():
         found.sort(key=lambda x: -len({layer["keep"] for layer in x[2]["layers"]}))
         firsts = [next(x for x in found if x[0] == m) for m in dict.fromkeys(m for m, *_ in found)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipelines import calibrate, run
+from pipelines.reporting import report
 from pipelines.reporting.figures import ripple_profile
 
 SMALL = [
@@ -69,3 +70,17 @@ def test_pictures_of_any_profile(tmp_path: Path, layers: int, measured: bool) ->
     path = tmp_path / "x.png"
     assert ripple_profile.draw(response, local, damage, [20] * layers, "title", path)
     assert path.stat().st_size > 5000
+
+
+def test_a_sweep_that_is_only_calibrated_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Published ranks stand beside ours, share by share; the profile is drawn; the sweep is not called incomplete."""
+    small = [x for x in SMALL if not x.startswith("budget")]
+    assert calibrate.main(["+sweep=ripple_table1", *small, f"paths.store={tmp_path}", "-m"]) == 0
+    (name,) = (p.name for p in (tmp_path / "sweeps").iterdir())
+    folder = tmp_path / "reports" / name
+    assert f"tables and figures of the sweep: {folder / 'index.html'}" in capsys.readouterr().out
+    assert list(folder.glob("ripple_profile_*.png"))
+    beside = (folder / "published.csv").read_text().splitlines()
+    assert sum("quantity=mean" in x and "signal=output response" in x for x in beside) == 3  # a line for each share
+    assert report.main([f"paths.store={tmp_path}", f"sweep={name}", "figures=none"]) == 0
+    assert "calibrated only" in (folder / "index.html").read_text(encoding="utf-8")

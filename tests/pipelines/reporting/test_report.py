@@ -123,17 +123,21 @@ def test_what_methods_did_is_averaged_and_shown() -> None:
         "diagnostics": results._diagnostics([{"diagnostics": d} for d in said]),
         "entries_per_head": {"effective_keep": [0.1, 0.1]},
     }
+
+    def of(row: report.Row) -> sweep.Sweep:
+        return sweep.Sweep(Store(Path("nowhere")), {"cells": []}, [row], ())
+
     info, payload = {"benchmark": "recall", "method": "MoEZip"}, {"question_visible": True, "budget": "0.1r"}
     row = report.Row("a", info, payload | {"budget_protocol": "matched"}, "done", result, own="mode=query")
     assert remarks(result) == ["anchors only in 1 of 2"]
     assert remarks(result | {"n_records": 1}) == ["anchors only"]
-    shown = ["recall", "visible", "MoEZip (mode=query)", "10%", "0.75", "32", "0.500", "", ""]
-    assert diagnosed([row]) == [shown]
+    shown = ["recall", "visible", "MoEZip (mode=query)", "10%", "0.75", "32", "0.500", "", "", "", ""]
+    assert diagnosed(of(row)) == [shown]
     threshold = result | {"diagnostics": {"head_tokens": [[1, 1], [9, 9]]}}
     threshold["entries_per_head"] = {"effective_keep": [0.1, 0.9]}
-    (line,) = diagnosed([report.Row("a", info, payload | {"budget_protocol": "matched"}, "done", threshold)])
+    (line,) = diagnosed(of(report.Row("a", info, payload | {"budget_protocol": "matched"}, "done", threshold)))
     assert line[-1] == "10% of layer 0 to 90% of layer 1"
-    assert diagnosed([report.Row("a", {}, {}, "incomplete", None)]) == []
+    assert diagnosed(of(report.Row("a", {}, {}, "incomplete", None))) == []
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
