@@ -77,6 +77,7 @@ class Outcome:
     prefill_seconds: float = 0.0  # of the prefill that all cells share
     select_seconds: float = 0.0
     decode_seconds: float = 0.0  # this row's share of its batch
+    device_peak_bytes: int | None = None  # allocated on the GPU at the most, weights included; None: there is none
     peak_bytes: int = 0  # allocated for caches at the most, by the prefill and all rows
     # where asked for, of draw 0: kept positions by layer and KV head
     positions: list[list[Tensor]] = field(default_factory=list)
@@ -95,6 +96,13 @@ def note(out: Outcome, held: int) -> None:
         out.held_bytes.append(held)
         if len(out.held_bytes) > POINTS:
             out.held_bytes, out.held_every = out.held_bytes[::2], 2 * out.held_every
+
+
+def clock(device: torch.device) -> float:
+    """Seconds; on a GPU after all that was asked of it is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @dataclass
@@ -167,7 +175,7 @@ class Decoder:
         keep: leave each row the cache that its answer ends with. slot: where the state is saved now and then, and what
         a killed process left there is gone on with. Returns the most bytes allocated for caches.
         """
-        begin = time.perf_counter()
+        begin = clock(self.device)
         going = self._resumed(slot, batch) if slot is not None and limit else None
         if going is None:
             going = self._begun(batch, feeds, rendered, limit)
@@ -179,7 +187,7 @@ class Decoder:
                 self._save(slot, going, batch)
         if not limit:
             self._leave(going, batch, range(len(batch)), keep)
-        seconds = time.perf_counter() - begin
+        seconds = clock(self.device) - begin
         for s in batch:
             s.out.new_tokens, s.out.fused_rows = len(s.out.token_ids), len(batch)
             s.out.decode_seconds = seconds / len(batch)

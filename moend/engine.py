@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from moend.benchmarks import Rendered
 from moend.budget import Arch, eq1_bytes
 from moend.cache import CompressedCache, LayerKV, Prefilled, attention_of, prefill
-from moend.decoding import GREEDY, Decoder, Generation, Job, Outcome, Row
+from moend.decoding import GREEDY, Decoder, Generation, Job, Outcome, Row, clock
 from moend.errors import UserError
 from moend.hf.config import text_config
 from moend.hf.probe import shape_of
@@ -85,6 +84,7 @@ class Engine:
     chunk: tokens per forward pass, those of all rows together. max_bytes: bound on the bytes allocated for caches that
     decode together, padding included (None: none; one cell always decodes).
     fuse: decode the cells of an example as one batch; False decodes them one by one, for honest speeds.
+    timed: a measurement of speed: no token ends an answer, so that each has exactly the tokens asked for.
     flips: also measure how often compression changes the routing of the gold answer (`diagnostics`).
     """
 
@@ -95,6 +95,7 @@ class Engine:
         chunk: int = 1024,
         max_bytes: int | None = None,
         fuse: bool = True,
+        timed: bool = False,
         flips: bool = False,
     ):
         if chunk < 1:
@@ -103,6 +104,8 @@ class Engine:
         self.chunk, self.max_bytes, self.fuse = chunk, max_bytes, fuse
         self.scaling = attention_scaling(loaded.model)
         self.decoder = Decoder(loaded, chunk)
+        if timed:
+            self.decoder.eos = frozenset()
         self.flips = flips
         wording = loaded.spec.reconstruction
         self.replay = Replay(loaded.model, loaded.tokenizer, loaded.arch.max_positions, wording=wording, piece=chunk)
@@ -153,9 +156,11 @@ class Engine:
         first = prompts[0]
         ids = list(first.ids)
         with attention_of(self.model):
-            begin = time.perf_counter()
+            if gpu := self.loaded.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.loaded.device)
+            begin = clock(self.loaded.device)
             prefilled = self._observe(self._prefill(ids[:cut], jobs), ids[:cut], jobs, first, new)
-            prefill_seconds = time.perf_counter() - begin
+            prefill_seconds = clock(self.loaded.device) - begin
             prefill_bytes = sum(
                 t.nbytes for x in prefilled.layers for t in (x.keys, x.values, x.queries) if t is not None
             )
@@ -183,6 +188,7 @@ class Engine:
             for out in outcomes:
                 out.compressed_tokens, out.fed_tokens = cut, new
                 out.prefill_seconds, out.peak_bytes = prefill_seconds, prefill_bytes + most
+                out.device_peak_bytes = torch.cuda.max_memory_allocated(self.loaded.device) if gpu else None
         return answers
 
     def _answer(
@@ -291,7 +297,7 @@ class Engine:
         tokens, full = prefilled.tokens(), self.arch.full_bytes(prefilled.tokens())
         method, rotary = None, None
         for job in jobs:
-            begin = time.perf_counter()
+            begin = clock(self.loaded.device)
             if method is not job.method:  # the draws of one cell follow each other and share its compression
                 method = job.method
                 if method.needs_rotary and rotary is None:
@@ -313,7 +319,7 @@ class Engine:
                 effective_keep=[n / tokens for n in entries],
                 k_bits=[max(x.storage.k_bits for x in parts) for parts in layers],
                 v_bits=[max(x.storage.v_bits for x in parts) for parts in layers],
-                select_seconds=time.perf_counter() - begin,
+                select_seconds=clock(self.loaded.device) - begin,
                 positions=[_head_positions(parts) for parts in layers] if positions and job.draw == 0 else [],
                 diagnostics=self._told(method, prefilled, cache),
             )

@@ -79,6 +79,7 @@ def record(
         "diagnostics": out.diagnostics,
         "kept": None if kept is None or not out.positions else _kept(out, first.ids, sample, tokenizer, kept),
         "peak_bytes": out.peak_bytes,
+        "device_peak_bytes": out.device_peak_bytes,
         "provenance": made,
         "timing": {
             "fused_rows": out.fused_rows,

@@ -19,8 +19,9 @@ from pipelines.store.files import share
 from pipelines.store.provenance import provenance
 
 if TYPE_CHECKING:
-    from moend.benchmarks import Benchmark
+    from moend.benchmarks import Benchmark, Rendered
     from moend.calibration.artefact import Artefact
+    from moend.decoding import Job, Outcome
     from moend.methods.bind import BoundMethod
     from moend.models.load import LoadedModel, ModelSpec
     from moend.saved import Saved
@@ -111,6 +112,7 @@ class _Session:
             chunk=config.engine.chunk,
             max_bytes=config.engine.max_bytes,
             fuse=config.engine.fuse,
+            timed=config.engine.timed,
             flips=config.engine.routing_flips,
         )
         self.generation = Generation(g.max_new_tokens, g.temperature, g.top_p, g.samples)
@@ -119,6 +121,7 @@ class _Session:
         self.first = next(iter(self.samples))
         self.made = provenance(config, loaded)
         self.bound: dict[str, BoundMethod] = {}
+        self.warm: set[str] = set()  # timed cells that have run once, unrecorded
 
     def bind(self, key: str, config: RunConfig, facts: Facts, artefacts: dict[str, Path]) -> dict[str, Any] | None:
         bound = self.library._bound(config, facts, artefacts, self.loaded.arch, store_dtype=self.loaded.store_dtype)
@@ -148,16 +151,14 @@ class _Session:
             for example in examples
         ]
         prompts = questions.prompts(rendered, tokenizer, visible=visible, turns=turns)
-        answers = self.engine.run_questions(
-            prompts,
-            [Job(self.bound[k], draw, k) for k, draw in jobs],
-            self.generation,
-            question_visible=visible,
-            seed=self.config.seed,
-            positions=self.config.engine.kept != "none",
-            turns=turns,
-            saved=self._saved(jobs, examples, tell),
-        )
+        how: dict[str, Any] = {"question_visible": visible, "seed": self.config.seed, "turns": turns}
+        made = [Job(self.bound[k], draw, k) for k, draw in jobs]
+        if self.config.engine.timed:
+            answers = self._timed(prompts, made, how)
+        else:
+            how["positions"] = self.config.engine.kept != "none"
+            how["saved"] = self._saved(jobs, examples, tell)
+            answers = self.engine.run_questions(prompts, made, self.generation, **how)
         return [
             record(
                 out,
@@ -181,6 +182,18 @@ class _Session:
         if asked == "none":
             return None
         return "layers" if asked == "tokens" and examples[0] == self.first else asked
+
+    def _timed(self, prompts: Sequence[Rendered], jobs: Sequence[Job], how: dict[str, Any]) -> list[list[Outcome]]:
+        """Each job alone with its own prefill, after an unrecorded run; no gold text is fed and no string stops."""
+        plain = [dataclasses.replace(p, gold_ids=(), stop=()) for p in prompts]
+        answers: list[list[Outcome]] = [[] for _ in prompts]
+        for job in jobs:
+            if job.name not in self.warm:
+                self.warm.add(job.name)
+                self.engine.run_questions(plain, [job], self.generation, **how)
+            for mine, out in zip(answers, self.engine.run_questions(plain, [job], self.generation, **how), strict=True):
+                mine += out
+        return answers
 
     def _saved(
         self, jobs: list[tuple[str, int]], examples: Sequence[tuple[str, str]], tell: Callable[[str], None]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moend.budget import Arch, Budget
-from moend.errors import Blocked, Infeasible
+from moend.errors import Blocked, Infeasible, UserError
 from moend.version import ENGINE_VERSION
 from pipelines.planning import parts, thinking
 from pipelines.planning.identity import canonical
@@ -137,6 +137,10 @@ class Planner:
         identity |= {"engine": ENGINE_VERSION, "scorer": None if made is None else made.version}
         if missing and spec.source == "hub" and hub.is_off():
             unreadable = unreadable or missing
+        if config.engine.timed and config.engine.fuse:
+            raise UserError("engine.timed=true measures each cell by itself: set engine.fuse=false")
+        if config.engine.timed and bench.kind == "nll":
+            raise UserError(f"engine.timed=true times what is generated, and {bench.name} generates nothing")
         cautions = (bench.caution(config.generation.samples), thinking.check(spec, bench, config.generation))
         infeasible = None
         full = cell = length = new = 0

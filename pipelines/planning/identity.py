@@ -83,6 +83,8 @@ def cell_payload(
     generated and there is no question: no generation settings, no question mode.
     """
     payload = {"schema": SCHEMA, **semantic(config), "facts": facts, "calibrations": calibrations}
+    if not payload["engine"].get("timed"):  # came later: its default means what there was before
+        payload["engine"] = {k: v for k, v in payload["engine"].items() if k != "timed"}
     if payload["generation"]["thinking"] == "auto":  # nothing is said to the template
         payload["generation"] = {**payload["generation"], "thinking": None}
     if is_full:

@@ -54,6 +54,7 @@ class EngineConfig(_Strict):
     kept: Literal["none", "tokens", "heads"]
     fuse: bool
     routing_flips: bool
+    timed: bool = False  # each cell alone and warmed up, exactly the tokens asked for, no gold text fed
 
 
 _RESERVED = frozenset({"array", "dependency", "job-name", "output", "error", "open-mode", "signal", "requeue", "wrap"})

@@ -88,6 +88,8 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
             "decode_seconds_share": decode,
         },
         "peak_bytes": max(r["peak_bytes"] for r in records),
+        "device_peak_bytes": max((x for r in records if (x := r.get("device_peak_bytes"))), default=None),
+        "timed": bool(payload.get("engine", {}).get("timed")),
         "extraction_rate": sum(answered) / len(answered) if new_tokens else None,
         "truncated": sum(r["truncated"] > 0 for r in records),
         "finish_reasons": dict(Counter(r["finish_reason"] for r in records)),
