@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.cli.terminal import budget, duration, size
-from pipelines.reporting import tables
+from pipelines.reporting import equal_memory, tables
 from pipelines.reporting.figures import Picture
 from pipelines.reporting.match import Comparison, headlines
 from pipelines.results.deltas import Delta
@@ -109,6 +109,8 @@ def page(
         differences=bool(sweep.differences),
         chain=_differences("ablations", chain, search=False) if chain else None,
         rest=_differences("deltas", rest, search=True) if rest else None,
+        did=_plain("did", tables.DIAGNOSED_TITLES, tables.diagnosed(sweep)),
+        equal=_plain("equal", equal_memory.TITLES, [x.line for x in equal_memory.equal_memory(sweep)]),
         tasks=tasks,
         cells=_cells(sweep),
         run=_run(sweep),
@@ -286,6 +288,11 @@ def _differences(id: str, found: Sequence[Delta], *, search: bool) -> Table:
         ]
         rows.append([*([d.group[0]] if models else []), *text[:4], *tested])
     return Table(heads((*(["model"] if models else []), *tables.DELTA_TITLES, "n"), 4), rows, "sort", id, search)
+
+
+def _plain(id: str, titles: Sequence[str], lines: Sequence[Sequence[str]]) -> Table | None:
+    """A table of texts; None where there are none."""
+    return Table([Cell(t) for t in titles], [list(line) for line in lines], "", id) if lines else None
 
 
 def _tasks(pivots: Sequence[tables.Pivot]) -> list[dict[str, Any]]:

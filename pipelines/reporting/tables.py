@@ -13,6 +13,7 @@ from typing import Any
 
 from moend.statistics import Difference
 from pipelines.cli.terminal import size
+from pipelines.reporting import equal_memory
 from pipelines.reporting.match import Comparison, Ours, label
 from pipelines.results.deltas import ABLATIONS, Delta
 from pipelines.results.sweep import Row, Sweep
@@ -329,6 +330,8 @@ def markdown(sweep: Sweep, compared: Sequence[Comparison]) -> str:
         lines += ["## What methods did", "", *_grid(DIAGNOSED_TITLES, did), ""]
     if chain := ablations(sweep.differences):
         lines += ["## Paired differences", "", *_grid(DELTA_TITLES, chain), ""]
+    if equal := equal_memory.equal_memory(sweep):
+        lines += ["## At equal measured memory", "", *_grid(equal_memory.TITLES, [x.line for x in equal]), ""]
     if compared:
         lines += ["## Published numbers beside ours", "", "Published columns hold what the papers print.", ""]
     last = None

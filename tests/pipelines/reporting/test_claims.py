@@ -9,6 +9,7 @@ import pytest
 
 from perf.report import build
 from pipelines.reporting import tables
+from pipelines.reporting.equal_memory import equal_memory
 from pipelines.reporting.match import _is_among
 from pipelines.store.cells import Store
 from pipelines.store.files import write_json
@@ -74,3 +75,29 @@ def test_configurations_that_only_evict_or_only_round_v() -> None:
         14, 6.6, 3.2, 1.6,
     ]  # fmt: skip
     assert number("MoE-nD", "inference", quantity="solve time") == 50
+
+
+def test_scores_at_equal_memory_are_interpolated_or_the_nearest(tmp_path: Path) -> None:
+    sweep = table2(Store(tmp_path))
+    held = {"1d": (1.0, 4.0), "2d": (2.0, 8.0), "2d_hetero": (2.0, 16.0), "2d_uniform": (1.0, 4.0)}
+    for row in sweep.done:
+        if row.info["method"] in held and row.result is not None:
+            second = row.payload["budget"] == "1024t"
+            row.result |= {"resident_bytes": held[row.info["method"]][second] * 2**20, "score": 0.8 if second else 0.2}
+    lines = {(x.row.columns[2], x.row.payload["budget"], x.other): x for x in equal_memory(sweep)}
+    one = lines["2d_hetero", "512t", "2d_uniform"]  # 2 MiB lies half way between 1 and 4 on a logarithmic axis
+    assert one.value == pytest.approx(0.5) and one.how == "interpolated between 512 and 1024"
+    far = lines["2d_hetero", "1024t", "2d_uniform"]
+    assert far.value == 0.8 and far.how == "nearest cell: 1024 at 4.0 MiB"
+    assert lines["2d_hetero", "512t", "2d"].value == 0.2  # the very same bytes
+    assert not any(x.other == "2d_hetero" for x in lines.values())
+    text = tables.markdown(sweep, [])
+    assert "## At equal measured memory" in text and "2d_hetero - 2d_uniform" in text
+    assert not equal_memory(table2_matched(tmp_path / "other"))
+
+
+def table2_matched(folder: Path) -> Any:
+    store = Store(folder)
+    cells = [{"method": m, "budget": "512t", "benchmark": "longbench_moend"} for m in ("2d", "2d_hetero")]
+    build(store, cells, model=MODEL)
+    return load(store)
