@@ -83,7 +83,9 @@ def test_scores_at_equal_memory_are_interpolated_or_the_nearest(tmp_path: Path) 
     for row in sweep.done:
         if row.info["method"] in held and row.result is not None:
             second = row.payload["budget"] == "1024t"
-            row.result |= {"resident_bytes": held[row.info["method"]][second] * 2**20, "score": 0.8 if second else 0.2}
+            row.result.update(
+                {"resident_bytes": held[row.info["method"]][second] * 2**20, "score": 0.8 if second else 0.2}
+            )
     lines = {(x.row.columns[2], x.row.payload["budget"], x.other): x for x in equal_memory(sweep)}
     one = lines["2d_hetero", "512t", "2d_uniform"]  # 2 MiB lies half way between 1 and 4 on a logarithmic axis
     assert one.value == pytest.approx(0.5) and one.how == "interpolated between 512 and 1024"
