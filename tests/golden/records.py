@@ -88,10 +88,9 @@ def run(loaded: Any, prompt: Prompt, bounds: Sequence[Any], visible: bool) -> li
 
     def finished(batch: Sequence[Any], cache: Any, slots: Sequence[int]) -> None:
         """Note what a sequence holds at its end, before the engine lets it go."""
+        layers = [layer.parts for layer in cache.layers]  # all sequences at once: each look lays all of them out
         for s, slot in zip(batch, slots, strict=True):
-            ends[id(s.out)] = [
-                [p.tolist() for p in engine_module._head_positions(parts)] for parts in cache.parts(slot)
-            ]
+            ends[id(s.out)] = [[p.tolist() for p in engine_module._head_positions(parts[slot])] for parts in layers]
         finish(batch, cache, slots)
 
     with mock.patch.object(decoding, "finish", finished):
