@@ -11,10 +11,8 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 quickstart: $(VENV)/.installed
 	$(PY) -m pipelines.run +sweep=quickstart
 
-# The cluster tests bring up a Slurm that wants the machine for itself
-test: lint
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slurm"
-	$(PY) -m pytest -m slurm
+test: $(VENV)/.dev
+	tests/all.sh $(abspath $(PY))
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -1,7 +1,9 @@
-"""The version of what the engine computes."""
+"""The version of what the engine computes, and the versions of other libraries that it was tested with."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,3 +63,28 @@ def numbers_stand(made: int, method: Mapping[str, Any], protocol: str | None = N
     method = {**method, "budget_protocol": protocol}
     later = range(made + 1, ENGINE_VERSION + 1)
     return not any(CHANGED.get(version, lambda method: True)(method) for version in later)
+
+
+@functools.cache
+def warn_untested(library: str) -> None:
+    """Say in one line where `library` has a version that moend was not tested with; say it once a process.
+
+    The range is the one that moend's metadata declares: its ends are tested (constraints-oldest.txt, constraints.txt).
+    The parts that read private parts of a library ask this when they are imported. A checkout that was never installed
+    declares nothing.
+    """
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    try:
+        declared, here = requires("moend") or [], version(library)
+    except PackageNotFoundError:
+        return
+    for need in map(Requirement, declared):
+        if canonicalize_name(need.name) == library and not need.specifier.contains(here, prereleases=True):
+            print(
+                f"warning: moend is not tested with {library} {here}: pip install '{library}{need.specifier}'",
+                file=sys.stderr,
+            )

@@ -18,6 +18,7 @@ from typing import Any
 
 from moend import paths
 from moend.errors import UserError, unknown
+from moend.version import warn_untested
 
 Program = Callable[[list["Point"]], int]
 
@@ -40,6 +41,8 @@ def run_hydra(program: Program, argv: Sequence[str] | None = None, name: str = "
     """
     import hydra
 
+    warn_untested("hydra-core")
+    warn_untested("omegaconf")
     args = list(sys.argv[1:] if argv is None else argv)
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     started = False

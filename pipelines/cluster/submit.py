@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from moend.errors import UserError
+from moend.version import warn_untested
 from pipelines.cli import terminal
 from pipelines.cli.hydra import command
 from pipelines.cli.terminal import say
@@ -358,6 +359,8 @@ class _Slurm:
 
     def _executor(self, name: str, depends: str | None, minutes: int | None) -> Any:
         import submitit
+
+        warn_untested("submitit")
 
         c = self.cluster
         # submitit would write its own defaults for what is left out

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from moend.version import warn_untested
 from pipelines.planning.schema import TrackingConfig
 from pipelines.store.cells import Store
 from pipelines.tracking.items import Item
@@ -68,6 +69,7 @@ class Tracker:
             self._fail(self._last_words() or str(e))
 
     def _start(self) -> subprocess.Popen[bytes]:
+        warn_untested("wandb")
         job = {"store": str(self.store.root), "sweep": self.sweep, "config": self.config.model_dump()}
         with (self.folder / "publish.log").open("ab") as log:
             child = subprocess.Popen(
