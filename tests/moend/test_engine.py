@@ -309,8 +309,7 @@ def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples,
 
 
 @pytest.mark.req(1)
-@pytest.mark.parametrize("protocol", ["matched", "paper"])
-@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize(("visible", "protocol"), [(True, "paper"), (False, "matched")])
 def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protocol):
     """Text longer than a group is packed and evicted at the same tokens, fused or not: same NLL, bytes and peak."""
     bench = benchmark({"name": "recall", "type": "recall", "length": 256, "rows": 1})
@@ -336,7 +335,7 @@ def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protoco
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("protocol", "tight"), [("matched", ("6%", "40%")), ("paper", ("20%",))])
+@pytest.mark.parametrize(("protocol", "tight"), [("matched", ("6%",)), ("paper", ("20%",))])
 def test_embedded_model_fused_equals_single(protocol, tight):
     """Every method on SmolLM2 in fp32, as one batch and one by one: the same tokens and bytes."""
     from tests.moend.methods.test_methods import calibrations
@@ -378,10 +377,10 @@ def test_embedded_model_with_room_gives_full_s_tokens(length):
     jobs = [
         Job(bind(method(n), Budget.parse(b), "matched", loaded.arch, t_ref=None, artefacts=artefacts,
                  store_dtype=loaded.store_dtype))
-        for n in names for b in ((length + 12, "1e9") if length < 1000 else (length + 12,))
+        for n in names for b in ((length + 12, "1e9") if length == 128 else (length + 12,))
     ]  # fmt: skip
     # an unseen question is fed again for every method: dear at 2,000 tokens, and the same code at 128
-    for visible in (True, False) if length < 1000 else (True,):
+    for visible in (True, False) if length in (100, 128) else (True,):
         outs = Engine(loaded).run(example, jobs, question_visible=visible)
         full = outs[names.index("full") * len(jobs) // len(names)]
         assert len(full.token_ids) > 0
