@@ -14,7 +14,7 @@ from moend.budget import Arch
 from moend.errors import Infeasible
 from moend.methods.spec import method_names
 from tests import ROOT
-from tests.moend.methods.test_methods import bound
+from tests.moend.methods.made import bound
 
 ARCH = Arch(30, 9, 3, 64, 8192)
 TOKENS, NEW = 1024, 256

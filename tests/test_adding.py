@@ -24,7 +24,7 @@ from pipelines.reporting import figures
 from pipelines.results.sweep import Sweep, rows
 from pipelines.store.cells import Store
 from tests import ROOT
-from tests.moend.methods.test_methods import bound
+from tests.moend.methods.made import bound
 from tests.moend.scoring import test_scorers
 
 TEXT = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")

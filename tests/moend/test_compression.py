@@ -19,7 +19,7 @@ from moend.methods.bind import bind
 from moend.methods.spec import method, method_names
 from moend.models import load as models
 from moend.plan import LayerPlan, RoutingPlan
-from tests.moend.methods.test_methods import calibrations, sensitivity
+from tests.moend.methods.made import calibrations, sensitivity
 
 
 @pytest.fixture(scope="module")

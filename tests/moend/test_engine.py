@@ -338,7 +338,7 @@ def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protoco
 @pytest.mark.parametrize(("protocol", "tight"), [("matched", ("6%",)), ("paper", ("20%",))])
 def test_embedded_model_fused_equals_single(protocol, tight):
     """Every method on SmolLM2 in fp32, as one batch and one by one: the same tokens and bytes."""
-    from tests.moend.methods.test_methods import calibrations
+    from tests.moend.methods.made import calibrations
 
     cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
     loaded = models.load(models.spec("smollm2_135m", dtype="float32", store_dtype="model"), cache)
@@ -365,7 +365,7 @@ def test_embedded_model_fused_equals_single(protocol, tight):
 @pytest.mark.parametrize("length", [100, 127, 128, 2000])
 def test_embedded_model_with_room_gives_full_s_tokens(length):
     """Every method on SmolLM2 at lengths around a group of 128, 16-bit entries stored as the model computes (fp32)."""
-    from tests.moend.methods.test_methods import calibrations
+    from tests.moend.methods.made import calibrations
 
     cache = Path(os.environ.get("MOEND_CACHE", "~/.cache/moend")).expanduser()
     loaded = models.load(models.spec("smollm2_135m", store_dtype="model"), cache)

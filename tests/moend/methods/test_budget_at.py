@@ -13,7 +13,7 @@ from moend.layer_bytes import layer_bytes
 from moend.methods.bind import BoundMethod
 from moend.methods.spec import method, method_names
 from tests.bytes_table import PAGE, written
-from tests.moend.methods.test_methods import ARCH, bound
+from tests.moend.methods.made import ARCH, bound
 
 SHARE = 0.03  # of the budget that may stay unspent
 CHOOSING = [n for n in method_names() if not method(n).keeps_all or method(n).joint_bits]

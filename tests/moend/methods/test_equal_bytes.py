@@ -13,7 +13,7 @@ from moend.errors import Infeasible
 from moend.hf.rope import Rotary
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import method, method_names
-from tests.moend.methods.test_methods import calibrations
+from tests.moend.methods.made import calibrations
 
 # Layers as SmolLM2 and recall_moe have them; how many there are does not change a share.
 SHAPES = {"smollm2": (Arch(2, 9, 3, 64, 8192), 1024), "recall_moe": (Arch(2, 4, 2, 32, 1024), 256)}

@@ -23,7 +23,7 @@ from moend.hf.probe import shape_of
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import method
 from moend.models.spec import ModelSpec, compare
-from tests.moend.methods.test_methods import calibrations
+from tests.moend.methods.made import calibrations
 from tests.tiny import tiny
 
 MODELS: dict[str, dict[str, Any]] = {
