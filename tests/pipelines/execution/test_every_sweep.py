@@ -24,7 +24,7 @@ SMALL = {
     "moend_long": [*NIAH, "budget=64"],
     "ripple_table3": [*NIAH, *RIPPLE, "budget=50%"],
     "quickstart": ["benchmark.limit=2", "benchmark.length=256"],
-    "demo": [*FIXTURE, *MEASURED, "budget=50%"],
+    "demo": ["benchmark.limit=1", "benchmark.length=192", "budget=50%"],
     "moezip_table1": ["model=recall_moe_v2", *FIXTURE[1:], "benchmark.length=256", "budget=50%"],
     "moend_klcheck": ["model=smollm2_135m", "calibration.kl.sequences=1", "calibration.kl.tokens=48",
         "calibration.kl.configs=paper",
