@@ -6,7 +6,6 @@ says with its own cache. What a method loses by dropping entries or by fewer bit
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from moend.budget import Arch
 from moend.cache import LayerSpec, Selector, attention_of, cache_argument, compress, prefill
 from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Examples, Kind, Target
@@ -74,12 +74,11 @@ def _keep_all(layer: int) -> Selector:
 
 @dataclass(frozen=True, kw_only=True)
 class AgreementSettings(Examples):
-    """`calibration.agreement`: next tokens of the window are compared; text null is the text that the model knows."""
+    """`calibration.agreement`: next tokens of the window are compared."""
 
     examples: int = 20
     prefix: int = 256
     window: int = 64
-    text: str | None = None
 
     where: ClassVar[str] = "calibration.agreement"
     least_prefix: ClassVar[int] = 1
@@ -97,7 +96,7 @@ class Agreement(Kind):
 
     def identity(self, target: Target) -> dict[str, Any]:
         """The examples, and how the method stores; not what it keeps."""
-        s = self._settings(target)
+        s: AgreementSettings = target.examples(self.name)
         examples = {"examples": s.examples, "prefix": s.prefix, "window": s.window}
         return examples | {
             "method": target.held("group", "channels", "window"),
@@ -106,11 +105,11 @@ class Agreement(Kind):
 
     def texts(self, target: Target) -> dict[str, Any]:
         """Those that examples are cut from."""
-        return {"texts": self._settings(target).texts()}
+        return {"texts": target.examples(self.name).texts()}
 
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensor hits (bits, N, window)."""
-        s, loaded = self._settings(target), bench.loaded
+        s, loaded = target.examples(self.name), bench.loaded
         ids = s.ids(loaded)
         with bench.progress(f"token agreement on {loaded.spec.label}") as progress:
             hits = token_agreement(
@@ -139,9 +138,10 @@ class Agreement(Kind):
                 )
         return None
 
-    def _settings(self, target: Target) -> AgreementSettings:
-        s: AgreementSettings = target.calibration.of(self.name)
-        return s if s.text is not None else dataclasses.replace(s, text=target.model.texts)
+    def work(self, target: Target, arch: Arch) -> float:
+        """A pass for the full cache and one for each precision."""
+        s = target.examples(self.name)
+        return float(s.examples * (s.prefix + s.window) * (1 + len(BITS)))
 
 
 KIND = Agreement()

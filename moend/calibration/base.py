@@ -108,6 +108,19 @@ class Target:
         """Whether the method gives each KV head entries of its own."""
         return bool(self.method.make_allocator().divides_heads)
 
+    def examples(self, name: str) -> Any:
+        """The settings of a kind that is measured on examples (`Examples`), as they are for this model.
+
+        Without a text they name the bundled one whose words the model knows. A prefix that nobody has set is shortened
+        where the model has fewer positions.
+        """
+        s: Examples = self.calibration.of(name)
+        longest, default = (self.model.arch or {}).get("max_positions"), type(s)().prefix
+        prefix = default if longest is None else max(min(default, longest - s.window), s.least_prefix)
+        return dataclasses.replace(
+            s, text=s.text or self.model.texts, prefix=prefix if s.prefix == default else s.prefix
+        )
+
     def held(self, *names: str) -> dict[str, Any]:
         """These fields of the method, for an identity."""
         return {name: getattr(self.method, name) for name in names}
@@ -172,6 +185,10 @@ class Kind:
         text = target.calibration.text or target.model.calibration_text
         return {"text": text, "chat_template": target.model.chat_template}
 
+    def work(self, target: Target, arch: Arch) -> float | None:
+        """How many tokens a model reads in the time that measuring takes, roughly: for estimates. None: not known."""
+        return None
+
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and info of the artefact."""
         raise NotImplementedError
@@ -216,7 +233,8 @@ class Examples:
     examples: int = 16
     prefix: int = 1024  # tokens
     window: int = 128  # tokens after the prefix
-    text: str | None = "text"  # text (the bundled one's calibration part) | recall (recall_moe's words) | file
+    # text (the bundled one's calibration part) | recall (recall_moe's words) | file | None: what the model knows
+    text: str | None = None
     text_file: str | None = None  # a UTF-8 text, with text: file
 
     where: ClassVar[str] = "calibration"  # what messages call the settings

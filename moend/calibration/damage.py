@@ -222,7 +222,7 @@ class Damage(TableKind):
 
     def identity(self, target: Target) -> dict[str, Any]:
         """What is measured, and how the method drops and stores."""
-        s: DamageSettings = target.calibration.of(self.name)
+        s: DamageSettings = target.examples(self.name)
         names = ("examples", "prefix", "window", "every", *(["cue"] if "recall" in s.kinds else []))
         own = {name: getattr(s, name) for name in names}
         own |= {"kinds": list(s.kinds), "configs": [list(c) for c in s.configs]}
@@ -233,11 +233,17 @@ class Damage(TableKind):
 
     def texts(self, target: Target) -> dict[str, Any]:
         """Those that examples are cut from."""
-        return {"texts": target.calibration.of(self.name).texts()}
+        return {"texts": target.examples(self.name).texts()}
+
+    def work(self, target: Target, arch: Arch) -> float:
+        """A pass, and the window once more from each layer, or head, on for every configuration."""
+        s: DamageSettings = target.examples(self.name)
+        units = arch.layers * (arch.kv_heads if target.heads else 1)
+        return s.count * (s.prefix + s.window * (1 + units * len(s.configs) / 2))
 
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A window run again for each layer (and head) and configuration."""
-        s: DamageSettings = target.calibration.of(self.name)
+        s: DamageSettings = target.examples(self.name)
         ids, method = s.ids(bench.loaded), target.method
         parts = {kind: ids[i :: len(s.kinds)] for i, kind in enumerate(s.kinds)}  # no kind has another's text
         examples = {k: repeated(x, s.window, s.cue) if k == "recall" else x for k, x in parts.items()}
@@ -260,7 +266,7 @@ class Damage(TableKind):
 
     def zeros(self, target: Target, arch: Arch) -> dict[str, Tensor]:
         """The configurations that would be measured."""
-        configs = [Config(*c) for c in target.calibration.of(self.name).configs]
+        configs = [Config(*c) for c in target.examples(self.name).configs]
         tables = {"table": (arch.layers,), "heads": (arch.layers, arch.kv_heads)}
         return {n: torch.zeros(*shape, len(configs)) for n, shape in tables.items()} | {"configs": encode(configs)}
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moend.budget import Arch
 from moend.cache import attention_of
 from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture
@@ -300,6 +301,11 @@ class KL(TableKind):
         from moend.benchmarks import text
 
         return {"text": text.part("calibration", target.calibration.of(self.name).text_file)}
+
+    def work(self, target: Target, arch: Arch) -> float:
+        """A pass, and one from each layer on for every configuration."""
+        s: KLSettings = target.calibration.of(self.name)
+        return s.sequences * s.tokens * (1 + arch.layers * len(named_configs(s.configs)) / 2)
 
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A run of the model from each layer on, for each batch of configurations."""

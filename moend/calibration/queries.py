@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moend.budget import Arch
 from moend.cache import prefill
 from moend.calibration.base import Bench, Kind, Target
 from moend.errors import UserError
@@ -62,6 +63,10 @@ def _mean(x: Tensor, keep: Tensor) -> Tensor:
 
 class Queries(Kind):
     """Query statistics of the calibration prompt."""
+
+    def work(self, target: Target, arch: Arch) -> float:
+        """A few passes over the text."""
+        return 5 * len(self.texts(target)["text"]) / 4  # characters of a token, roughly
 
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """One prefill."""

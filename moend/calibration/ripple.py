@@ -278,18 +278,24 @@ class Ripple(Kind):
 
     def identity(self, target: Target) -> dict[str, Any]:
         """All settings but the text, and what the method protects."""
-        s: RippleSettings = target.calibration.of(self.name)
+        s: RippleSettings = target.examples(self.name)
         own = {k: v for k, v in dataclasses.asdict(s).items() if k not in ("text", "text_file")}
         own |= {"damage": s.shares} | target.held("n_sink", "recent")
         return own | ({"scorer": target.scorer} if s.damage and target.method.scorer is not None else {})
 
     def texts(self, target: Target) -> dict[str, Any]:
         """Those that examples are cut from."""
-        return {"texts": target.calibration.of(self.name).texts()}
+        return {"texts": target.examples(self.name).texts()}
+
+    def work(self, target: Target, arch: Arch) -> float:
+        """A pass, and the window once more from each layer on for every noise and share."""
+        s: RippleSettings = target.examples(self.name)
+        runs = len(s.noises) * s.draws + len(s.shares)
+        return float(s.examples * (s.prefix + s.window * (1 + runs * arch.layers)))
 
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A window run again for each layer, noise and share."""
-        s: RippleSettings = target.calibration.of(self.name)
+        s: RippleSettings = target.examples(self.name)
         ids, method = s.ids(bench.loaded), target.method
         assert target.scorer
         recent = method.recent if isinstance(method.recent, int) else int(method.recent * s.prefix)

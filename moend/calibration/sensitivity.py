@@ -395,6 +395,10 @@ class SensitivityKind(TableKind):
         lattice = {"keeps": sorted(set(c.keeps), reverse=True), "bits": sorted(set(c.bits), reverse=True)}
         return self.dropping(target) | lattice
 
+    def work(self, target: Target, arch: Arch) -> float:
+        """A few passes over the text."""
+        return 5 * len(self.texts(target)["text"]) / 4  # characters of a token, roughly
+
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """One prefill of the calibration prompt."""
         configs = lattice(target.calibration.keeps, target.calibration.bits)

@@ -135,6 +135,9 @@ def termination() -> Iterator[None]:
 _FIXED = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper._target_", "hydra.mode")
 
 
+_HEEDED = ("hydra.sweeper.params", "hydra.sweeper.grids", "hydra.verbose", "hydra.searchpath", "hydra/help")
+
+
 def _check_arguments(args: Sequence[str]) -> None:
     """What Hydra's parser refuses, as one line without the usage; and overrides that would go past this program."""
     from hydra._internal.utils import get_args_parser
@@ -147,6 +150,11 @@ def _check_arguments(args: Sequence[str]) -> None:
     for override in parser.parse_args(list(args)).overrides:
         if (key := override.lstrip("+~").partition("=")[0]) in _FIXED or key.startswith("hydra.launcher."):
             raise UserError(f"{key} cannot be changed; where a run takes place is said by cluster=")
+        if key.startswith(("hydra.", "hydra/")) and not key.startswith(_HEEDED):
+            raise UserError(
+                f"{key} has no effect here: results lie in paths.store=, and the working folder never changes "
+                f"(of Hydra's own settings {', '.join(_HEEDED)} are heeded)"
+            )
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def launch(points: Sequence[Point], args: Sequence[str]) -> int:
     alone = plan.cells[0] if len(plan.cells) == 1 else None
     if alone and alone.state == "infeasible":
         raise UserError(alone.reason)
-    planner.show(plan, console, every_cell=config.dry_run)
+    planner.show(plan, console, detail=config.dry_run)
     if config.dry_run:
         return 0
     if config.cluster.name != "inprocess" and plan.groups:

@@ -30,6 +30,7 @@ def calibrate(
     import torch
 
     from moend.calibration import Artefact, Bench, kind
+    from moend.calibration.base import Examples
     from moend.calibration.saved import Saved
     from moend.models.load import calibration_ids
     from moend.replay import Replay
@@ -47,6 +48,10 @@ def calibrate(
     for other in facts.calibrations:
         if scorer is not None and other.kind == scorer.statistics != need.kind:
             statistics = Artefact.load(folder.parent / other.key, other.identity, other.kind).tensors
+    settings = asked.calibration.of(need.kind)
+    if isinstance(settings, Examples) and (own := asked.examples(need.kind)).prefix < settings.prefix:
+        shorter = f"{need.kind}: prefixes of {own.prefix} tokens instead of {settings.prefix}"
+        terminal.say(terminal.console(), f"{shorter}, to fit the {loaded.arch.max_positions} positions of the model")
     replay = Replay(loaded.model, loaded.tokenizer, loaded.arch.max_positions, wording=loaded.spec.reconstruction)
     made = {"key": need.key, "engine": ENGINE_VERSION, "torch": torch.__version__, "device": str(loaded.device)}
     saved = Saved(folder, made, share_all)

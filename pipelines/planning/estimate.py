@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moend import paths
 from moend.budget import Arch
 from pipelines.cli.terminal import duration
 from pipelines.planning.facts import on_gpu
+from pipelines.planning.needs import target
 from pipelines.store.cells import Store, parse_records
 
 if TYPE_CHECKING:
@@ -40,15 +42,44 @@ class Speed:
 def estimate(plan: Plan) -> str:
     """The line of a plan: how long its waiting cells take, and what that is worth."""
     total, sources = 0.0, {}
+    known: dict[str, Speed | None] = {}
+
+    def speed_of(cell: Cell) -> Speed | None:
+        name = cell.facts.model
+        if name not in known:
+            known[name] = measured(plan.store, name, cell.facts.identity.get("model"))
+        return known[name] or rough(cell)
+
     for group in plan.waiting:
-        facts = group[0].facts
-        speed = measured(plan.store, facts.model, facts.identity.get("model")) or rough(group[0])
+        facts, speed = group[0].facts, speed_of(group[0])
         if speed is None:
             return f"not known: the shape of {facts.model} is read when it is here"
         total += seconds(group, speed)
         sources[facts.model] = speed.source
     lines = dict.fromkeys(sources.values())
-    return f"at most about {duration(total)} on one worker, calibrations and loading not counted ({'; '.join(lines)})"
+    measuring, unknown = calibrating(plan, speed_of)
+    also = f", of it {duration(measuring)} for calibrations" if measuring >= 1 else ""
+    apart = ", ".join(["loading", *unknown])
+    return f"at most about {duration(total + measuring)} on one worker{also}; {apart} not counted ({'; '.join(lines)})"
+
+
+def calibrating(plan: Plan, speed_of: Callable[[Cell], Speed | None]) -> tuple[float, list[str]]:
+    """Seconds that calibrations take which are neither in the store nor in the package, and kinds that do not say."""
+    from moend.calibration import kind
+
+    total, unknown = 0.0, []
+    cells = [c for group in plan.waiting for c in group]
+    for need, cell in {n.key: (n, c) for c in cells for n in c.facts.calibrations}.values():
+        there = (plan.store.calibration(need.key) / "artefact.json").exists()
+        if there or paths.calibration(need.key) is not None or (arch := cell.facts.arch) is None:
+            continue
+        work = kind(need.kind).work(target(cell.config), arch)
+        speed = speed_of(cell)
+        if work is None or speed is None:
+            unknown.append(f"{need.kind} calibration")
+        else:
+            total += work * speed.prompt
+    return total, unknown
 
 
 def seconds(group: list[Cell], speed: Speed) -> float:
@@ -83,8 +114,9 @@ def measured(store: Store, model: str, identity: Any) -> Speed | None:
         for r in records:
             prompt += r["prompt_tokens"]
             prefill += r["timing"]["group_prefill_seconds"]
-            new += r["new_tokens"]
-            decode += r["timing"]["decode_seconds_share"] + r["timing"]["select_seconds"]
+            if r["new_tokens"]:  # a likelihood is read like a prompt: it says nothing of steps
+                new += r["new_tokens"]
+                decode += r["timing"]["decode_seconds_share"] + r["timing"]["select_seconds"]
         cells += bool(records)
         if cells == USED:
             break

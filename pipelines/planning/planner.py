@@ -9,8 +9,9 @@ import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -254,8 +255,8 @@ def _points_of(name: str) -> set[frozenset[str]] | None:
     return {frozenset(p) for p in expand(sweeper.get("params") or {}, sweeper.get("grids") or [], [])}
 
 
-def show(plan: Plan, console: Console, *, every_cell: bool) -> None:
-    """The plan, before anything runs."""
+def show(plan: Plan, console: Console, *, detail: bool | Literal["full"]) -> None:
+    """The plan, before anything runs; detail: also a row for every cell, or (full) all that its key holds."""
     order: tuple[State, ...] = ("run", "done", "blocked", "infeasible", "failed")
     states = ", ".join(f"{plan.count(s)} {s}" for s in order if plan.count(s))
     twice = f" ({plan.duplicates} more points name a cell that is there already)" if plan.duplicates else ""
@@ -281,7 +282,12 @@ def show(plan: Plan, console: Console, *, every_cell: bool) -> None:
         if needed := plan.state_bytes():
             say(console, f"  disk for the state of long answers while they run: up to {size(needed)}")
         say(console, f"  time: {estimate(plan)}")
-    if every_cell:
+    if detail == "full":
+        for c in plan.cells:
+            console.print(f"\n# {c.key} {c.state}: {c.label}", markup=False, highlight=False, soft_wrap=True)
+            resolved = yaml.safe_dump(c.payload, sort_keys=True, allow_unicode=True, width=10**6)
+            console.print(resolved.rstrip(), markup=False, highlight=False, soft_wrap=True)
+    elif detail:
         table = Table("key", "group", "method", "budget", "benchmark", "question", "state", "records missing", box=None)
         for c in plan.cells:
             asked = question(c.payload["question_visible"])

@@ -146,7 +146,7 @@ class RunConfig(_Strict):
     budget_at: Literal["prompt", "peak"]
     question_visible: bool
     seed: int = Field(ge=0, lt=2**32)
-    dry_run: bool
+    dry_run: Literal[False, True, "full"]  # full: the plan and every cell as it was resolved
 
     @model_validator(mode="before")
     @classmethod

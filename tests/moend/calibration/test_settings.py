@@ -26,7 +26,7 @@ def identity(made: Calibration, name: str, scorer):
     ranks = None if scorer is None else build(**scorer)
     method = SimpleNamespace(name="M", scorer=scorer, make_scorer=lambda: ranks, settings={"scorer": scorer}, **held)
     method.make_allocator = lambda: SimpleNamespace(divides_heads=False)
-    return kind(name).identity(Target(made, method, SimpleNamespace(texts="text", store_dtype="bfloat16")))
+    return kind(name).identity(Target(made, method, SimpleNamespace(texts="text", store_dtype="bfloat16", arch=None)))
 
 
 def read(name: str) -> Calibration:
@@ -40,6 +40,17 @@ def test_every_file_binds(name):
     for name in kinds():
         canonical(identity(made, name, {"name": "trig"}))
     assert kl.named_configs(made.of("kl").configs)
+
+
+def test_default_examples_fit_the_model_and_what_was_set_stays():
+    small = SimpleNamespace(texts="recall", arch={"max_positions": 512})
+    fitted = Target(Calibration(), None, small).examples("ripple")
+    assert (fitted.prefix, fitted.window, fitted.text) == (384, 128, "recall")
+    own = Calibration.from_fields({"ripple": {"prefix": 900, "text": "text"}})
+    kept = Target(own, None, small).examples("ripple")
+    assert (kept.prefix, kept.text) == (900, "text")  # more than the model has: told when it is measured
+    large = SimpleNamespace(texts="text", arch={"max_positions": 8192})
+    assert Target(Calibration(), None, large).examples("damage").prefix == 1024
 
 
 def test_the_files_say_what_the_method_says():

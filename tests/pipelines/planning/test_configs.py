@@ -60,6 +60,9 @@ def test_run_yaml_lists_every_method_field_with_its_default() -> None:
 
 
 BAD = {
+    "hydra.job.chdir=true": "hydra.job.chdir has no effect here",
+    "hydra.sweep.dir=/tmp/x": "hydra.sweep.dir has no effect here",
+    "dry_run=ful": "unknown dry_run 'ful'. Did you mean 'full'?",
     "method=Snapkv": "unknown method 'Snapkv'. Did you mean 'SnapKV'?",
     "method=2d_heter": "Did you mean '2d_hetero'?",
     "model=smollm": "unknown model 'smollm'. Did you mean 'smollm2_135m'?",

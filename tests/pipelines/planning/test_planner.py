@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,36 @@ def test_a_method_that_repeats_the_prompt_is_estimated_to_read_it_twice(tmp_path
         facts = cells[0].facts
         pace = estimate.Speed(prompt=3.0, step=0.0, token=0.0, source="")
         assert estimate.seconds(cells, pace) == 2 * times * 3.0 * facts.prompt_tokens  # two rows
+
+
+def test_calibrations_are_in_the_estimate(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, *FIXTURE, "method=RippleKV,SnapKV", "budget=10%", "model.device=cpu", "calibration=recall")
+    pace = estimate.Speed(prompt=3.0, step=0.0, token=0.0, source="")
+    (need,) = [n for c in plan.cells for n in c.facts.calibrations]
+    arch = plan.cells[0].facts.arch
+    assert need.kind == "ripple" and arch is not None
+    tokens = 32 * (256 + 64 * (1 + arch.layers))  # a pass over each example, its window again from every layer on
+    assert estimate.calibrating(plan, lambda cell: pace) == (3.0 * tokens, [])
+    folder = plan.store.calibration(need.key)
+    folder.mkdir(parents=True)
+    (folder / "artefact.json").touch()
+    assert estimate.calibrating(plan, lambda cell: pace) == (0.0, [])
+
+
+def test_a_full_dry_run_tells_all_that_a_key_holds(runs: Runs) -> None:
+    assert runs("method=1d,SnapKV", "budget=10%", "dry_run=full", "-m") == 0
+    (a, b) = re.findall(r"# ([0-9a-f]{16}) run: (1d|SnapKV) 10%", runs.out)
+    assert (a[1], b[1]) == ("1d", "SnapKV")
+    assert runs.out.count("budget_protocol: matched") == 2 and not (runs.store / "cells").exists()
+
+
+def test_likelihoods_say_nothing_of_the_time_of_an_answer(runs: Runs) -> None:
+    assert runs("method=1d", "budget=10%") == 0
+    (cell,) = (runs.store / "cells").iterdir()
+    (records,) = (cell / "records").glob("*.jsonl")
+    records.write_text(re.sub(r'"new_tokens": ?\d+', '"new_tokens": 0', records.read_text()))
+    speed = estimate.measured(Store(runs.store), "m", {"id": "smollm2_135m"})
+    assert speed is not None and speed.token == 0
 
 
 def test_earlier_cells_of_the_model_give_the_pace(runs: Runs) -> None:
