@@ -22,7 +22,7 @@ class LayerView:
     layer: int  # index of the layer
     keys: Tensor  # (H, n, d): n entries, after RoPE
     values: Tensor  # (H, n, d)
-    positions: Tensor  # (n,) or (H, n) int64: where the entries stand in the sequence
+    positions: Tensor  # (n,) or (H, n) int64, ascending: where the entries stand in the sequence
     now: int  # position of the next query
     queries: Tensor | None = None  # (H_q, w, d), after RoPE: those at positions now - w ... now - 1
     scaling: float = 1.0  # what the model multiplies q . k with
@@ -115,8 +115,11 @@ def last_logits(view: LayerView, window: int) -> Tensor:
     asked = torch.arange(view.now - width, view.now, device=view.keys.device)
     logits = queries.reshape(heads, -1, queries.shape[-1]) @ view.keys.float().mT  # (H, G * w, n)
     rule = AttentionRule(view.scaling) if view.rule is None else view.rule
-    hidden = rule.unseen(asked, view.at)  # (1 or H, w, n)
-    return rule.cap(logits).view(heads, -1, width, n).masked_fill_(hidden[:, None], -torch.inf)
+    logits = rule.cap(logits).view(heads, -1, width, n)
+    first = 0 if rule.reach is not None else max(n - width, 0)  # only the newest entries can be later than a query
+    hidden = rule.unseen(asked, view.at[:, first:])  # (1 or H, w, n - first)
+    logits[..., first:].masked_fill_(hidden[:, None], -torch.inf)
+    return logits
 
 
 def attention(logits: Tensor, rule: AttentionRule | None = None) -> Tensor:
@@ -129,6 +132,20 @@ def attention(logits: Tensor, rule: AttentionRule | None = None) -> Tensor:
         return shares
     sinks = rule.sinks.float().view(*logits.shape[:2], 1, 1)
     return shares.mul_(torch.sigmoid(torch.logsumexp(logits, dim=-1, keepdim=True) - sinks))
+
+
+def mean_attention(logits: Tensor, rule: AttentionRule | None = None) -> Tensor:
+    """The mean of `attention` over queries: (H, G, n); it overwrites logits (H, G, w, n).
+
+    The shares are never written out: normalising and the mean are one weight per query, so the mean is a product of
+    these weights with the exponentials.
+    """
+    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)  # finite where a query sees nothing
+    sums = logits.sub_(top).exp_().sum(-1, keepdim=True)  # (H, G, w, 1)
+    weights = torch.where(sums > 0, 1 / (logits.shape[2] * sums), 0.0)
+    if rule is not None and rule.sinks is not None:
+        weights *= torch.sigmoid(sums.log() + top - rule.sinks.float().view(*logits.shape[:2], 1, 1))
+    return (weights.mT @ logits)[:, :, 0]
 
 
 def window_first(view: LayerView, window: int, scores: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moend.errors import UserError
-from moend.scoring.base import LayerView, Scorer, attention, last_logits, window_first
+from moend.scoring.base import LayerView, Scorer, last_logits, mean_attention, window_first
 
 BLOCK = 2**18  # similarities held at a time
 
@@ -45,7 +45,7 @@ class RKV(Scorer):
         """(H, n) float32: above 1 in the window, the newest highest; at most 1 before it."""
         strongest = last_logits(view, self.window).amax(1)  # (H, w, n)
         inside = view.at >= view.now - self.window
-        mean = attention(strongest.masked_fill_(inside[:, None], -torch.inf)).mean(1)  # (H, n)
+        mean = mean_attention(strongest.masked_fill_(inside[:, None], -torch.inf)[:, None])[:, 0]  # (H, n)
         importance = F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
         score = self.mix * importance - (1 - self.mix) * redundancy(view.keys.float(), self.threshold)
         return window_first(view, self.window, score)

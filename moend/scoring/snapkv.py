@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from moend.errors import UserError, unknown
 from moend.registry import LATER
-from moend.scoring.base import LayerView, Scorer, attention, last_logits, window_first
+from moend.scoring.base import LayerView, Scorer, last_logits, mean_attention, window_first
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SnapKV(Scorer):
 
     def __call__(self, view: LayerView) -> Tensor:
         """(H, n) float32: above 1 in the window, the newest highest; at most 1 before it."""
-        mean = attention(last_logits(view, self.window), view.rule).mean(2)  # (H, G, n)
+        mean = mean_attention(last_logits(view, self.window), view.rule)  # (H, G, n)
         if self.heads == "mean":
             return window_first(view, self.window, self._pooled(view, mean.mean(1)))
         pooled = self._pooled(view, mean.flatten(0, 1)).view_as(mean)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moend.scoring.base import LayerView, Scorer, attention, last_logits
+from moend.scoring.base import LayerView, Scorer, last_logits, mean_attention
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TOVA(Scorer):
 
     def __call__(self, view: LayerView) -> Tensor:
         """(1, n) float32 in [0, 1]; where positions come per KV head (H, n), each averaged over its query heads."""
-        mean = attention(last_logits(view, 1), view.rule)[:, :, 0].mean(1)  # (H, n)
+        mean = mean_attention(last_logits(view, 1), view.rule).mean(1)  # (H, n)
         return mean if view.positions.dim() == 2 else mean.mean(0, keepdim=True)
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moend.errors import UserError
+from moend.hf.attention import AttentionRule
 from moend.scoring import names, scorer
+from moend.scoring.base import attention, mean_attention
 from moend.scoring.random import _mix
 from tests.moend.scoring.views import view
 
@@ -155,3 +157,12 @@ def test_random_overlap_is_chance(change: str) -> None:
     assert abs(shared - 0.25) < 0.04  # about four deviations
     assert abs(float(a.mean()) - 0.5) < 0.01 and abs(float(a.var()) - 1 / 12) < 0.003
     assert len(set(a[0].tolist())) > n - 20
+
+
+def test_mean_attention_is_the_mean_of_attention() -> None:
+    """With sinks and a query that sees nothing, too."""
+    logits = torch.randn(2, 3, 4, 9).masked_fill(torch.rand(2, 3, 4, 9) < 0.3, -torch.inf)
+    logits[0, 1, 2] = -torch.inf
+    for rule in (None, AttentionRule(1.0, sinks=torch.randn(6))):
+        expected = attention(logits.clone(), rule).mean(2)
+        torch.testing.assert_close(mean_attention(logits.clone(), rule), expected)
