@@ -48,7 +48,7 @@ def calibrate(
     for other in facts.calibrations:
         if scorer is not None and other.kind == scorer.statistics != need.kind:
             statistics = Artefact.load(folder.parent / other.key, other.identity, other.kind).tensors
-    settings = asked.calibration.of(need.kind)
+    settings = asked.calibration.own.get(need.kind)  # None: a kind without any
     if isinstance(settings, Examples) and (own := asked.examples(need.kind)).prefix < settings.prefix:
         shorter = f"{need.kind}: prefixes of {own.prefix} tokens instead of {settings.prefix}"
         terminal.say(terminal.console(), f"{shorter}, to fit the {loaded.arch.max_positions} positions of the model")
