@@ -53,7 +53,7 @@ def test_a_profile_is_measured_shown_drawn_and_used(tmp_path: Path, capsys: pyte
 
 
 def test_what_the_model_does_not_know_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["method=RippleKV", "calibration=default", f"paths.store={tmp_path}"]
+    wrong = ["method=RippleKV", "calibration=default", "calibration.ripple.text=text", f"paths.store={tmp_path}"]
     assert calibrate.main([x for x in SMALL if "calibration" not in x] + [*wrong, "calibration.ripple.prefix=512"]) == 2
     assert "does not know the words of the text: set calibration.ripple.text" in capsys.readouterr().err
     too_long = [*SMALL, f"paths.store={tmp_path}", "method=RippleKV", "calibration.ripple.prefix=1000"]
