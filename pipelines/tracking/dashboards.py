@@ -57,7 +57,10 @@ PAPERS = {
             "moend",
             "MoE-nD",
             "Joint routing of kept tokens, key bits and value bits per layer.",
-            ("moend_table2", "moend_table4", "moend_table6", "moend_overhead"),
+            (
+                *("moend_table2", "moend_table4", "moend_table6", "moend_overhead"),
+                *("moend_attention", "moend_instruct", "moend_signal", "moend_long"),  # limits that the paper names
+            ),
             ("Accuracy and memory", "Routing"),
         ),
         Paper(
