@@ -22,9 +22,9 @@ class Arch:
     """
 
     layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
+    q_heads: int  # query heads of a layer
+    kv_heads: int  # KV heads of a layer
+    head_dim: int  # dimensions of a head
     max_positions: int
     windows: tuple[int | None, ...] | None = None
 
@@ -44,8 +44,8 @@ def eq1_bytes(n: int | float, kv_heads: int, head_dim: int, k_bits: int, v_bits:
 class Budget:
     """A KV budget as typed: tokens per layer at 16 bit, a share of the sample's own full bytes, or bytes in all."""
 
-    kind: Literal["tokens", "ratio", "bytes"]
-    value: float
+    kind: Literal["tokens", "ratio", "bytes"]  # what the number counts: tokens, a share of full bytes, or bytes
+    value: float  # tokens, share in (0, 1], or bytes
 
     _UNITS: ClassVar[dict[str, int]] = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

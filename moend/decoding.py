@@ -39,7 +39,7 @@ GREEDY = Generation()
 class Job:
     """One cell's draw on an example."""
 
-    method: BoundMethod
+    method: BoundMethod  # the cell's method, bound to the model
     draw: int = 0  # number of the draw: part of its seed
     name: str = ""  # of the cell: saved states of its answers are known by it
 
@@ -51,31 +51,31 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)  # generated, the end token included
     text: str = ""  # the same as text, cut at a stop string
     finish_reason: str = "length"  # eos, stop or length
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # tokens of the prompt
     compressed_tokens: int = 0  # the first so many of them were compressed
     fed_tokens: int = 0  # the most that could be fed after them: what a budget at its peak was made for
-    new_tokens: int = 0
+    new_tokens: int = 0  # tokens generated
     compressed: bool = False  # whether anything was dropped or quantised
     resident_bytes: int = 0  # after the prompt was compressed
-    resident_bytes_end: int = 0
-    resident_bytes_peak: int = 0
+    resident_bytes_end: int = 0  # after the last token
+    resident_bytes_peak: int = 0  # the most at any token
     resident_bytes_mean: float = 0.0  # over the tokens fed after compression
     held_bytes: list[int] = field(
         default_factory=list
     )  # after 1, 1 + held_every, 1 + 2 held_every ... generated tokens
-    held_every: int = 1
+    held_every: int = 1  # generated tokens between two values of `held`
     eq1_bytes: int = 0  # by MoE-nD eq. 1, after the prompt
     full_bytes: int = 0  # of the uncompressed cache of the same tokens
     entries: list[int] = field(default_factory=list)  # per layer, mean over KV heads
     effective_keep: list[float] = field(default_factory=list)  # entries over compressed_tokens
     k_bits: list[int] = field(default_factory=list)  # per layer, the most of any head
-    v_bits: list[int] = field(default_factory=list)
+    v_bits: list[int] = field(default_factory=list)  # the same for V
     diagnostics: dict[str, Any] = field(default_factory=dict)  # what a scorer tells of itself
     answer_nll: float | None = None  # mean negative log-likelihood of the gold tokens, teacher-forced
     token_accuracy: float | None = None  # share of the gold tokens that greedy decoding would hit
     fused_rows: int = 1  # rows that decoded together
     prefill_seconds: float = 0.0  # of the prefill that all cells share
-    select_seconds: float = 0.0
+    select_seconds: float = 0.0  # seconds of scoring and selection
     decode_seconds: float = 0.0  # this row's share of its batch
     device_peak_bytes: int | None = None  # allocated on the GPU at the most, weights included; None: there is none
     peak_bytes: int = 0  # allocated for caches at the most, by the prefill and all rows
@@ -109,8 +109,8 @@ def clock(device: torch.device) -> float:
 class Row:
     """One cell's draw while it decodes."""
 
-    job: Job
-    out: Outcome
+    job: Job  # whose draw it is
+    out: Outcome  # what is known of it so far
     cache: CompressedCache | None  # what its method kept of the prompt, until the row joins a batch
     base: Outcome  # what is known before any answer
     generator: torch.Generator | None = None  # None: greedy

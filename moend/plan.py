@@ -18,11 +18,11 @@ class LayerPlan:
     heads: the same for each KV head, where they differ; the layer's own values are then their means, the most bits.
     """
 
-    keep: float
+    keep: float  # share of t_ref entries that stay, in (0, 1]
     tokens: int | None
-    k_bits: int = 16
-    v_bits: int = 16
-    head_tokens: tuple[int, ...] | None = None
+    k_bits: int = 16  # bits of a number of K
+    v_bits: int = 16  # bits of a number of V
+    head_tokens: tuple[int, ...] | None = None  # not used: a plan that sets it is refused
     heads: tuple[LayerPlan, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -38,19 +38,19 @@ class LayerPlan:
 class RoutingPlan:
     """A plain JSON file between calibration and evaluation: what every layer keeps and at how many bits."""
 
-    model: str
-    revision: str
-    t_ref: int
-    budget: str
-    protocol: str
-    solver: str
-    objective: float | None
-    gap: float | None
-    layers: tuple[LayerPlan, ...]
+    model: str  # the model's id
+    revision: str  # the model's commit
+    t_ref: int  # tokens that keep refers to, prompt and output together
+    budget: str  # as typed
+    protocol: str  # matched or paper
+    solver: str  # which solver chose, or none
+    objective: float | None  # summed S; None where nothing was summed
+    gap: float | None  # how far the objective may be from the optimum, as a share of it; None: no solver
+    layers: tuple[LayerPlan, ...]  # from the first layer to the last
     # eq1_bytes, resident_bytes after the prompt, and peak_bytes while new tokens come, of a prompt as long as t_ref
     # leaves room for
     predicted: dict[str, int] = field(default_factory=dict)
-    schema: int = 1
+    schema: int = 1  # version of this form
 
     def to_json(self) -> str:
         """The file's text, stable and readable."""

@@ -14,7 +14,7 @@ from moend.layer_bytes import Storage, layer_bytes, peak_layer_bytes, sliding, s
 class CostModel:
     """Bytes of a layer with a given cap, at the moment that the budget is compared at."""
 
-    arch: Arch
+    arch: Arch  # layers and heads of the model
     reference: int  # tokens of prompt and output together
     exact: bool  # whether no sample is longer than `reference`, so that a layer with such a cap never evicts
     least: int  # the smallest cap

@@ -40,7 +40,7 @@ class Joint(Allocator):
 
     unit: Literal["layer", "head"] = "layer"  # what gets its own choice: a layer, or each KV head (table: damage)
     table: Literal["sensitivity", "kl", "damage"] = "sensitivity"  # S: L2 of the layer's output, or KL of the model's
-    solver: Literal["exact", "greedy", "greedy_paper"] = "exact"
+    solver: Literal["exact", "greedy", "greedy_paper"] = "exact"  # how the choice is found (`moend.allocation.solver`)
     keeps: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # shares of `t_ref` entries that may be kept
     bits: tuple[int, ...] = (16, 8, 4)  # bits that a side with `joint` precision may have
     common_keep: bool = False  # one share for all, the best that fits; only bits differ (MoE-nD's 2d)

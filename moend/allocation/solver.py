@@ -47,7 +47,7 @@ class Solution:
     cost: int
     bound: float
     gap: float
-    solver: str
+    solver: str  # which solver chose: exact, greedy or greedy_paper
 
 
 @dataclass(frozen=True)

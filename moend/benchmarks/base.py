@@ -28,13 +28,13 @@ SPLITS = ("test", "calibration")
 class Sample:
     """One example, before any tokenizer: `context` is what can be compressed without knowing `question`."""
 
-    task: str
-    id: str
+    task: str  # task within the benchmark
+    id: str  # the same for the same example, whatever is drawn beside it
     context: str
     question: str
-    answer_prefix: str
-    gold: tuple[str, ...]
-    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    answer_prefix: str  # what the answer begins with: a part of the prompt
+    gold: tuple[str, ...]  # right answers
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)  # what a metric or a report needs besides
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Rendered:
     told: what the template was told of thinking (auto, on, off).
     """
 
-    sample: Sample
+    sample: Sample  # what the prompt is made of
     ids: tuple[int, ...]
     context_tokens: int
-    max_new_tokens: int
+    max_new_tokens: int  # tokens to generate at most
     truncated: int = 0
     gold_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Benchmark(ABC):
     length: int | None = None
     rows: int | None = None
     limit: int | None = None
-    seed: int = 0
+    seed: int = 0  # of the rows that are drawn
     split: str = "test"
     max_new_tokens: int | None = None
     chat_template: str = "official"

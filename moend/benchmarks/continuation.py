@@ -24,7 +24,7 @@ class Continuation(Benchmark):
     """
 
     length: int | None = 1024
-    rows: int | None = 20
+    rows: int | None = 20  # examples
     text_file: str | None = None
 
     all_tasks: ClassVar[tuple[str, ...]] = ("continuation",)

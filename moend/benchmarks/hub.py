@@ -13,9 +13,9 @@ from moend.models.hub import is_off, roots
 class HubFile:
     """cache: the folder that fetched data lies in; None is Hugging Face's own."""
 
-    repo: str
-    file: str
-    revision: str
+    repo: str  # data set repository on the hub
+    file: str  # path of the file in it
+    revision: str  # commit
     cache: Path | None = None
 
     def cached(self) -> Path | None:

@@ -53,7 +53,7 @@ class Niah(Benchmark):
     """
 
     length: int | None = 1024
-    rows: int | None = 20
+    rows: int | None = 20  # examples per task
     keys: int = 1
     haystack: str | None = None
     haystack_file: str | None = None

@@ -33,10 +33,10 @@ def added_bos(tokenizer: Any) -> tuple[int, ...]:
 class Prompt:
     """A user turn in three pieces (before the context, the context, after it) and the start of the answer."""
 
-    head: str
+    head: str  # text before the context
     context: str
-    tail: str
-    answer_prefix: str = ""
+    tail: str  # text after the context: the question
+    answer_prefix: str = ""  # what the answer begins with, outside the user's turn
 
 
 def chat_text(tokenizer: Any, turns: list[dict[str, str]], **switches: Any) -> str:

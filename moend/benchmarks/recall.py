@@ -119,7 +119,7 @@ class Recall(Benchmark):
     """
 
     length: int | None = 256
-    rows: int | None = 20
+    rows: int | None = 20  # examples per task
     data_dir: str | None = None
 
     all_tasks: ClassVar[tuple[str, ...]] = ("num", "col", "hop", "both", "pass")

@@ -44,7 +44,7 @@ class Ruler(Benchmark):
     """
 
     length: int | None = 4096
-    rows: int | None = 500
+    rows: int | None = 500  # examples per task
     data_dir: str | None = None
     haystack_file: str | None = None
     cache_dir: str | None = None

@@ -18,10 +18,10 @@ Builder = Callable[[int], Prompt]
 class Question:
     """A question over documents from a file: the documents it needs (by index), and those nearest to it."""
 
-    text: str
-    answers: tuple[str, ...]
+    text: str  # the question
+    answers: tuple[str, ...]  # right answers
     needs: tuple[int, ...]
-    near: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()  # indices of documents that resemble those it needs
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,15 @@ class Library:
 
 
 class Family(Protocol):
-    """One family of tasks with its settings. least: the fewest units of filler for which the answer is well defined."""
+    """One family of tasks with its settings."""
 
     @property
-    def new_tokens(self) -> int: ...
+    def new_tokens(self) -> int:
+        """Tokens that an answer may take."""
 
     @property
-    def least(self) -> int: ...
+    def least(self) -> int:
+        """The fewest units of filler for which the answer is well defined."""
 
     @property
     def match(self) -> str:

@@ -47,9 +47,9 @@ class Documents:
 
     file: str
     hops: int
-    new_tokens: int = 32
-    least: int = 0
-    match: str = "part"
+    new_tokens: int = 32  # see `Family`
+    least: int = 0  # see `Family`
+    match: str = "part"  # see `Family`
 
     def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
         """A generated question and the documents it needs."""

@@ -62,12 +62,13 @@ class Needles:
     keys: int = 1
     values: int = 1
     queries: int = 1
-    new_tokens: int = 128
-    least: int = 1
-    match: str = "all"
+    new_tokens: int = 128  # see `Family`
+    least: int = 1  # see `Family`
+    match: str = "all"  # see `Family`
 
     @property
     def one(self) -> bool:
+        """Whether a single value is asked for."""
         return self.values * self.queries == 1
 
     def _kind(self, many: bool) -> str:
@@ -163,9 +164,9 @@ class Chain:
     """
 
     hops: int = 4
-    new_tokens: int = 30
-    least: int = 1
-    match: str = "all"
+    new_tokens: int = 30  # see `Family`
+    least: int = 1  # see `Family`
+    match: str = "all"  # see `Family`
 
     def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
         """The chain, where its statements stand, and the example."""
@@ -231,10 +232,10 @@ class CommonWords:
     Below 4,096 tokens 6 and 1, and a smaller worked example, as in the paper's generator.
     """
 
-    common: int = 10
-    new_tokens: int = 120
-    least: int = 1
-    match: str = "all"
+    common: int = 10  # how many words are asked for
+    new_tokens: int = 120  # see `Family`
+    least: int = 1  # see `Family`
+    match: str = "all"  # see `Family`
 
     def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
         """The common words: none that the question or the answer prefix holds, whose echo would count as an answer."""
@@ -290,9 +291,9 @@ class FrequentWords:
     The word of rank k stands n k^-alpha / zeta(alpha) times, rounded down, of a vocabulary of (length - output) / 50.
     """
 
-    new_tokens: int = 50
+    new_tokens: int = 50  # see `Family`
     least: int = 150  # from here on, ranks 2 to 5 differ
-    match: str = "all"
+    match: str = "all"  # see `Family`
 
     def sample(self, task: str, id: str, length: int, library: Library) -> Sample:
         """The three words that follow the dots."""

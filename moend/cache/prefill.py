@@ -45,10 +45,10 @@ class Prefilled:
     observed: what scorers asked to observe (`Scorer.observes`), by name a tensor (B, ..., T) per layer.
     """
 
-    layers: list[LayerCapture]
+    layers: list[LayerCapture]  # what each layer captured
     positions: Tensor
     valid: Tensor | None
-    config: Any
+    config: Any  # the model's config
     observed: dict[str, list[Tensor]] = field(default_factory=dict)
     _scores: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 

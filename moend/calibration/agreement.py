@@ -76,8 +76,8 @@ def _keep_all(layer: int) -> Selector:
 class AgreementSettings(Examples):
     """`calibration.agreement`: next tokens of the window are compared."""
 
-    examples: int = 20
-    prefix: int = 256
+    examples: int = 20  # texts
+    prefix: int = 256  # tokens of each that are compressed
     window: int = 64
 
     where: ClassVar[str] = "calibration.agreement"

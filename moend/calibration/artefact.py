@@ -82,7 +82,7 @@ class Artefact:
 
     kind: str  # name of its kind (`moend.calibration.kinds`)
     identity: dict[str, Any]  # see `identity`
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # what was measured; each kind names and shapes its own
     info: dict[str, Any] = field(default_factory=dict)  # results, settings and versions, JSON-able
 
     @property

@@ -153,10 +153,10 @@ class Bench:
 class Report:
     """A table of text and the lines below it."""
 
-    columns: tuple[str, ...] = ()
-    rows: Sequence[Sequence[str]] = ()
+    columns: tuple[str, ...] = ()  # headings
+    rows: Sequence[Sequence[str]] = ()  # cells of each row, as many as headings
     lines: Sequence[str] = ()
-    title: str | None = None
+    title: str | None = None  # what stands above the table
 
 
 class Kind:

@@ -176,7 +176,7 @@ class DamageSettings(Examples):
 
     kinds: tuple[str, ...] = ("text", "recall")  # of window: the text that follows, a passage of the prefix once more
     examples: int = 4  # of each kind
-    window: int = 24
+    window: int = 24  # tokens after the prefix that the model's outputs are compared on
     every: int = 3  # KL is taken at every so many positions of the window
     cue: int = 16  # first tokens of a repeated passage, which end the prefix
     keeps: tuple[float, ...] = (0.025, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)  # shares of the prefix

@@ -23,9 +23,9 @@ class TrigStatistics:
     leaves alone follow as pairs of their own (see moend.hf.rope.pairs).
     """
 
-    mean_real: Tensor
-    mean_imag: Tensor
-    mean_abs: Tensor
+    mean_real: Tensor  # real part of E[q_f]
+    mean_imag: Tensor  # imaginary part of E[q_f]
+    mean_abs: Tensor  # E|q_f|
 
     @classmethod
     def measure(

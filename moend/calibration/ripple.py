@@ -40,7 +40,7 @@ class Noise:
     """What cached values are disturbed with."""
 
     relative: float  # alpha sqrt(d): the expected size of the noise in units of ||v||
-    seed: int = 0
+    seed: int = 0  # of the draw
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Profile:
     """Responses of N examples in L layers to V noises, and the damage of K shares of entries; float64."""
 
     noises: tuple[Noise, ...]
-    keeps: tuple[float, ...]
+    keeps: tuple[float, ...]  # shares of entries whose damage was measured, K of them
     response: Tensor  # (V, N, L) KL at the output, nats
     local: Tensor  # (V, N, L) ||a~ - a||_2 / ||a||_2 of the layer's own attention output, mean over the window
     damage: Tensor  # (K, N, L) KL at the output, nats

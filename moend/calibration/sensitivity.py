@@ -47,8 +47,8 @@ class Config:
     """What is done to one layer."""
 
     keep: float  # share of tokens that stay, in (0, 1]
-    k_bits: int
-    v_bits: int
+    k_bits: int  # bits of a number of K
+    v_bits: int  # bits of a number of V
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:

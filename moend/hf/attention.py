@@ -106,7 +106,7 @@ class Visible:
 
     padding: Tensor | None = None  # (B, T) bool, False at padding; None: no padding
     window: int | None = None  # as in AttentionRule
-    chunk: int | None = None
+    chunk: int | None = None  # as in AttentionRule
 
 
 class Attends(Protocol):

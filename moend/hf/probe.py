@@ -25,7 +25,7 @@ from moend.hf.config import arch_of, cache_argument, decoder_of
 class Shape:
     """What a model's cache looks like, seen on the model itself."""
 
-    arch: Arch
+    arch: Arch  # layers, heads and positions of the model
     rules: tuple[AttentionRule, ...]  # of each layer
 
 

@@ -28,7 +28,7 @@ class Rotary:
     """
 
     inv_freq: Tensor
-    scaling: float
+    scaling: float  # what rotated queries and keys are multiplied with (attention scaling)
     dim: int
 
     def frequencies(self, head_dim: int) -> Tensor:

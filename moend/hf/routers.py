@@ -40,7 +40,7 @@ _SETTINGS = {"softmax": "softmax of logits", "sigmoid": "sigmoid of logits"}
 class Routed:
     """What one router did with N tokens: gates (N, E) float32, before top-k, bias and normalisation; chosen (N, k)."""
 
-    layer: int
+    layer: int  # index of the layer
     gates: Tensor
     chosen: Tensor
 
@@ -49,10 +49,10 @@ class Routed:
 class Routing:
     """The routers of a model: by layer, and how their scores become gates."""
 
-    modules: Mapping[int, nn.Module]
+    modules: Mapping[int, nn.Module]  # the router of each layer that has one
     index: int  # which output holds the scores
-    kind: Kind
-    reading: str
+    kind: Kind  # the function that makes gates of scores
+    reading: str  # what the router's output holds
     top_k: int  # experts a token goes to, where the router itself does not say which
 
     @classmethod

@@ -116,7 +116,7 @@ class Held:
     used: int  # columns of older entries
     gap: int  # column j >= used has its mask in column j + gap of `hidden`
     some_hidden: tuple[bool, bool] = (True, True)  # whether anything is hidden among older and newest entries
-    memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)  # what a kernel derived from these tensors
 
     @property
     def columns(self) -> int:

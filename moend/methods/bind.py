@@ -62,15 +62,15 @@ class BoundMethod:
 
     method: Method
     budget: Budget
-    protocol: Protocol
-    arch: Arch
-    t_ref: int | None
+    protocol: Protocol  # what a budget means: equal bytes, or the papers' exchange rate
+    arch: Arch  # layers and heads of the model
+    t_ref: int | None  # tokens that keep ratios refer to (`reference_length`); None: each sample's own
     at: Moment = "prompt"  # when the budget binds: after the prompt, or at every step
-    artefacts: Mapping[str, Artefact] = field(default_factory=dict, repr=False)
-    store_dtype: torch.dtype = torch.bfloat16
-    model_id: str = ""
-    revision: str = ""
-    given: RoutingPlan | None = None
+    artefacts: Mapping[str, Artefact] = field(default_factory=dict, repr=False)  # calibrations by kind
+    store_dtype: torch.dtype = torch.bfloat16  # what entries at 16 bit are stored in
+    model_id: str = ""  # of the model, for plans and messages
+    revision: str = ""  # of the model, for plans
+    given: RoutingPlan | None = None  # a plan to follow instead of solving for one
     _plans: dict[tuple[int, int, int], RoutingPlan] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -22,10 +22,12 @@ def is_off() -> bool:
 
 
 def label(spec: ModelSpec) -> str:
+    """A repository and its commit, as messages name them."""
     return f"{spec.id}@{(spec.revision or 'main')[:12]}"
 
 
 def advice(spec: ModelSpec, cache_dir: Path) -> str:
+    """What to do without network, as a sentence for an error."""
     revision = f" --revision {spec.revision}" if spec.revision else ""
     return (
         f"Without network: run 'hf download {spec.id}{revision}' elsewhere and copy the folder into "

@@ -58,12 +58,12 @@ class LoadedModel:
     """A model ready to run. weights: the hub commit, or the first 16 hex digits of the weight files' sha256."""
 
     model: Any
-    tokenizer: Any
-    spec: ModelSpec
-    arch: Arch
+    tokenizer: Any  # its tokenizer
+    spec: ModelSpec  # as it was configured
+    arch: Arch  # layers, heads and positions
     weights: str
-    store_dtype: torch.dtype
-    device: torch.device
+    store_dtype: torch.dtype  # what entries at 16 bit are stored in
+    device: torch.device  # where the model computes
 
 
 def identity(spec: ModelSpec, cache_dir: Path, *, network: bool = True) -> dict[str, Any]:

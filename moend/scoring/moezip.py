@@ -141,7 +141,7 @@ class MoEZip(Scorer):
 
     mode: str = "query"  # which tokens are the instruction: query or recon
     anchor_min: int = 32  # bounds of B_f, in entries
-    anchor_max: int = 128
+    anchor_max: int = 128  # the upper bound of B_f, in entries
     base: Mapping[str, Any] = field(default_factory=lambda: {"name": "kvzip"})  # scorer of the others: name, settings
 
     at_decode = False

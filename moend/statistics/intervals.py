@@ -25,7 +25,7 @@ NORMAL = NormalDist()
 class Interval:
     """An estimate with a two-sided interval; low and high are None where the data say nothing about the spread."""
 
-    value: float
+    value: float  # the estimate
     low: float | None
     high: float | None
 

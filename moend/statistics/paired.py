@@ -20,10 +20,10 @@ class Difference:
     """A paired difference a - b: mean, interval, two-sided p-value, examples, and the test the p-value comes from."""
 
     value: float
-    low: float | None
-    high: float | None
+    low: float | None  # lower end of the interval; None: the data say nothing about the spread
+    high: float | None  # upper end
     p: float
-    n: int
+    n: int  # examples
     test: Literal["sign flips", "mcnemar"]
 
 

@@ -104,12 +104,12 @@ def confidence_sequence(
 class Candidate:
     """One cell of a race: what it costs, and the evidence about its loss against full so far."""
 
-    name: str
+    name: str  # what tables call it
     cost: float  # bytes: the cheaper good cell wins
     good: MeanTest  # rejects "the loss is at least the limit"
     bad: MeanTest  # rejects "the loss is at most the limit"
     total: float = 0.0  # sum of the losses seen
-    verdict: Verdict = "open"
+    verdict: Verdict = "open"  # open until the evidence decides
 
     @property
     def n(self) -> int:
@@ -153,7 +153,7 @@ class Race:
     limit: float
     alpha: float = 0.05
     span: float = 1.0
-    candidates: dict[str, Candidate] = field(init=False)
+    candidates: dict[str, Candidate] = field(init=False)  # those that race, by name
 
     def __post_init__(self) -> None:
         if not 0 < self.limit < self.span:

@@ -75,7 +75,7 @@ class Tile:
     """How a program works."""
 
     block: int  # slots at a time
-    warps: int
+    warps: int  # warps of a program
     stages: int  # loads that are under way at once
     registers: int  # per thread at most
 
@@ -97,8 +97,8 @@ def tile(capability: int, dim: int, k_bits: int, k_group: int, v_bits: int) -> T
 class Run:
     """KV heads `at` of the query whose entries lie in rows `k_rows` and `v_rows` of two stores: one launch."""
 
-    k: Entries
-    v: Entries
+    k: Entries  # keys
+    v: Entries  # values
     at: Tensor  # int32 (r,)
     k_rows: Tensor  # int32 (r,)
     v_rows: Tensor  # int32 (r,)
@@ -115,8 +115,8 @@ class Run:
 class Plan:
     """What a layer's launches are, for as long as its `Held` lives."""
 
-    older: list[Run]
-    newest: Run
+    older: list[Run]  # launches over older entries
+    newest: Run  # the launch over the residual window
     splits: Tensor  # int32 (S,): programs of older entries that each KV head fills
 
 
