@@ -28,10 +28,14 @@ class Arch:
     max_positions: int
     windows: tuple[int | None, ...] | None = None
 
+    @property
+    def each_window(self) -> tuple[int | None, ...]:
+        """The window of each layer, None where it sees all."""
+        return self.windows or (None,) * self.layers
+
     def full_bytes(self, tokens: int) -> int:
         """Bytes at 16 bit, without positions, of `tokens` entries in every layer, or of its window where it slides."""
-        windows = self.windows or (None,) * self.layers
-        entries = sum(tokens if w is None else min(tokens, w) for w in windows)
+        entries = sum(tokens if w is None else min(tokens, w) for w in self.each_window)
         return entries * self.kv_heads * self.head_dim * 4
 
 

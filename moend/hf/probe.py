@@ -102,7 +102,7 @@ def _look(model: Any) -> Shape:
             raise UserError(f"{name} is not supported: its keys and values have different widths ({widths})")
         rules.append(layer.rule)
     windows = tuple(r.window if r.window is not None and r.window < arch.max_positions else None for r in rules)
-    if windows != (arch.windows or (None,) * arch.layers):
+    if windows != arch.each_window:
         told = f"its config tells windows {arch.windows}, its layers have {windows}"
         raise UserError(f"{name} is not supported: {told}")
     return Shape(arch, tuple(rules))

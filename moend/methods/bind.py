@@ -21,18 +21,14 @@ from moend.hf.rope import Rotary
 from moend.layer_bytes import (
     Storage,
     layer_bytes,
-    overshooting_layer_bytes,
     peak_layer_bytes,
     sliding,
-    sliding_bytes,
     visible,
 )
-from moend.methods import paper
-from moend.methods.spec import Method, from_fields, method, method_names
+from moend.methods import paper, predicted
+from moend.methods.spec import Method
 from moend.plan import LayerPlan, RoutingPlan
 from moend.scoring import scorer
-
-__all__ = ["BoundMethod", "Method", "Protocol", "bind", "from_fields", "method", "method_names", "reference_length"]
 
 Protocol = Literal["matched", "paper"]
 Moment = Literal["prompt", "peak"]
@@ -188,9 +184,10 @@ class BoundMethod:
             layers=tuple(map(_shares, layers)) if ratio else tuple(layers),
         )
         tokens = reference if paper.of_prompt(self) else max(reference - new, 1)
-        after, peak = self._held(self._specs(plan, tokens, new), tokens, new)
+        specs = self._specs(plan, tokens, new)
+        after, peak = predicted.held(specs, arch, tokens, new)
         if arch.windows is not None:
-            eq1, resident = self._codes(plan, tokens, new), after
+            eq1, resident = predicted.codes(plan.layers, specs, arch, tokens), after
         return replace(plan, predicted={"eq1_bytes": eq1, "resident_bytes": resident, "peak_bytes": peak})
 
     def _stored(self, cap: int, layer: LayerPlan, full: bool) -> Storage:
@@ -214,7 +211,7 @@ class BoundMethod:
         if self.arch.windows is None:
             needed = self.arch.full_bytes(tokens + new)
         else:  # a layer that slides has positions, and some entries to spare
-            needed = self._held(self._everything(tokens, new), tokens, new)[1]
+            _, needed = predicted.held(self._everything(tokens, new), self.arch, tokens, new)
         everything = self.budget == Budget("ratio", 1.0) or needed <= room
         return everything and not self.method.always_quantise
 
@@ -233,21 +230,16 @@ class BoundMethod:
     def _everything(self, tokens: int, new: int) -> list[LayerSpec]:
         return self._sliding([LayerSpec(EVERYTHING, Storage())] * self.arch.layers, tokens, new)
 
-    @property
-    def _windows(self) -> Sequence[int | None]:
-        """The window of each layer, None where it sees all."""
-        return self.arch.windows or (None,) * self.arch.layers
-
     def _sliding(self, specs: Sequence[LayerSpec], tokens: int, new: int) -> list[LayerSpec]:
         """Specs in which a layer that holds its window to the end, whatever comes, does not slide."""
         return [
             s if w is None else replace(s, slides=min(s.tokens, visible(tokens, w)) + new > sliding(w)[0])
-            for s, w in zip(specs, self._windows, strict=True)
+            for s, w in zip(specs, self.arch.each_window, strict=True)
         ]
 
     def _specs(self, plan: RoutingPlan, tokens: int, new: int) -> list[LayerSpec]:
         specs = []
-        for layer, window in zip(plan.layers, self._windows, strict=True):
+        for layer, window in zip(plan.layers, self.arch.each_window, strict=True):
             if layer.heads is not None:
                 heads = tuple(self._spec(x, tokens, new, 1) for x in layer.heads)
                 mean = round(sum(min(x.tokens, tokens) for x in heads) / len(heads))
@@ -281,43 +273,7 @@ class BoundMethod:
 
     def held(self, tokens: int, new: int) -> tuple[int, int]:
         """Bytes after a prompt of `tokens`, and the most until `new` more have come, by what is planned."""
-        return self._held(self.specs(tokens, new), tokens, new)
-
-    def _held(self, specs: Sequence[LayerSpec], tokens: int, new: int) -> tuple[int, int]:
-        after = peak = 0
-        for spec, window in zip(specs, self._windows, strict=True):
-            heads, seen = (1, tokens) if spec.heads else (self.arch.kv_heads, visible(tokens, window))
-            for part in spec.heads or (spec,):
-                n, s = min(part.tokens, seen), part.schedule
-                stored = part.storage.whole if part.tokens >= tokens and s.cap is None else part.storage
-                now = replace(stored, positions="none") if n >= tokens else stored
-                if n < tokens and part.tokens >= seen:  # nothing was chosen: what left the window went
-                    now = replace(stored, positions="shared")
-                if window is not None and s.cap is None and spec.slides and not spec.heads:
-                    later = now if now.positions != "none" else replace(now, positions="shared")
-                    held = sliding_bytes(n, new, window, now, heads, self.arch.head_dim, later)
-                    after, peak = after + held[0], peak + held[1]
-                    continue
-                stored = now if s.cap is None else stored
-                after += int(layer_bytes(n, now, heads, self.arch.head_dim))
-                dim = self.arch.head_dim
-                if s.cap is None:
-                    grown = peak_layer_bytes(n + new, new, stored, heads, dim)
-                elif s.kind == "strict":
-                    grown = peak_layer_bytes(s.cap, s.reserve, stored, heads, dim, start=n, new=new)
-                else:
-                    grown = overshooting_layer_bytes(s.cap, s.beta, stored, heads, dim, start=n, new=new)
-                peak += max(grown, int(layer_bytes(n, now, heads, self.arch.head_dim)))
-        return after, peak
-
-    def _codes(self, plan: RoutingPlan, tokens: int, new: int) -> int:
-        """Bytes of codes alone after a prompt of `tokens`, by eq. (1)."""
-        total = 0
-        for x, spec, window in zip(plan.layers, self._specs(plan, tokens, new), self._windows, strict=True):
-            counts = [(min(s.tokens, tokens), h) for s, h in zip(spec.heads or (), x.heads or (), strict=True)]
-            each = counts or [(min(spec.tokens, visible(tokens, window)), x)] * self.arch.kv_heads
-            total += sum(eq1_bytes(n, 1, self.arch.head_dim, y.k_bits, y.v_bits) for n, y in each)
-        return total
+        return predicted.held(self.specs(tokens, new), self.arch, tokens, new)
 
     def _cap(self, plan: LayerPlan, tokens: int, new: int) -> int:
         """Entries that a layer or a head may hold."""
