@@ -1,14 +1,65 @@
-"""Plans: what each layer keeps, and at how many bits; a plain JSON file between calibration and evaluation."""
+"""Plans and the lattice that they are chosen from: what each layer keeps, and at how many bits.
+
+A plan is a plain JSON file between calibration and evaluation. The lattice is every (kept share, K bits, V bits) that a
+calibration measures and a joint allocator may give a layer (MoE-nD section 4).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moend.errors import UserError
 from moend.layer_bytes import BITS
+
+KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # MoE-nD's shares of tokens that stay
+EXTRA_KEEPS = (0.05, 0.025, 0.0125)  # join the lattice in this order where a budget asks for it
+ROUTED_BITS = (16, 8, 4)  # MoE-nD's choices for K and for V
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is done to one layer."""
+
+    keep: float  # share of tokens that stay, in (0, 1]
+    k_bits: int  # bits of a number of K
+    v_bits: int  # bits of a number of V
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise UserError(f"a lattice's keep must be a share in (0, 1], got {self.keep}")
+        if self.k_bits not in BITS or self.v_bits not in BITS:
+            raise UserError(f"bits must be among {BITS}, got {self.k_bits} and {self.v_bits}")
+
+    @property
+    def name(self) -> str:
+        """`keep_25`, `k8`, `v4`, `k8v4`, `keep_25_k8v4`, or `full`: what is done, named by what is kept."""
+        keep = "" if self.keep == 1 else f"keep_{self.keep * 100:g}"
+        bits = "".join(f"{side}{b}" for side, b in (("k", self.k_bits), ("v", self.v_bits)) if b != 16)
+        return "_".join(x for x in (keep, bits) if x) or "full"
+
+
+SINGLES = (  # the nine operations that change one axis alone
+    *(Config(keep, 16, 16) for keep in KEEPS if keep < 1),
+    Config(1.0, 8, 16),
+    Config(1.0, 4, 16),
+    Config(1.0, 16, 8),
+    Config(1.0, 16, 4),
+)
+
+
+def lattice(keeps: Iterable[float] = KEEPS, bits: Iterable[int] = ROUTED_BITS) -> tuple[Config, ...]:
+    """Every (keep, K bits, V bits): MoE-nD's 54 by default; bits may include 2."""
+    choices = tuple(dict.fromkeys(bits))
+    return tuple(Config(float(k), kb, vb) for k in dict.fromkeys(keeps) for kb in choices for vb in choices)
+
+
+def extend_lattice(keeps: Sequence[float], steps: int = len(EXTRA_KEEPS)) -> tuple[float, ...]:
+    """keeps and the first `steps` of 0.05, 0.025, 0.0125 that are below all of them."""
+    return (*keeps, *(k for k in EXTRA_KEEPS[:steps] if k < min(keeps)))
 
 
 @dataclass(frozen=True)

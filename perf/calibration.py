@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from moend.calibration.queries import TrigStatistics
-from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
+from moend.calibration.sensitivity import measure
+from moend.plan import KEEPS, extend_lattice, lattice
 from moend.scoring import scorer
 from perf.meter import taken
 

@@ -19,8 +19,8 @@ import torch
 
 from moend.calibration.damage import DamageSettings, damage_table
 from moend.calibration.rerun import Evictor
-from moend.calibration.sensitivity import Config
 from moend.methods.spec import method
+from moend.plan import Config
 from perf.meter import taken
 
 

@@ -70,9 +70,10 @@ class Bench:
 
         from moend.calibration.artefact import Artefact
         from moend.calibration.queries import TrigStatistics
-        from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
+        from moend.calibration.sensitivity import measure
         from moend.engine import attention_scaling
         from moend.models import load as models
+        from moend.plan import KEEPS, extend_lattice, lattice
         from moend.scoring import scorer
 
         logging.disable_progress_bar()

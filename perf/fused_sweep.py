@@ -91,8 +91,9 @@ class Bench:
         from moend.benchmarks import benchmark
         from moend.calibration.artefact import Artefact
         from moend.calibration.queries import TrigStatistics
-        from moend.calibration.sensitivity import KEEPS, extend_lattice, lattice, measure
+        from moend.calibration.sensitivity import measure
         from moend.models import load as models
+        from moend.plan import KEEPS, extend_lattice, lattice
         from moend.scoring import scorer
 
         torch.set_num_threads(1)

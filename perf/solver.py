@@ -13,8 +13,8 @@ import numpy as np
 
 from moend.allocation.solver import SOLVERS, Solution, solve
 from moend.budget import eq1_bytes
-from moend.calibration.sensitivity import lattice
 from moend.layer_bytes import Storage, layer_bytes
+from moend.plan import lattice
 
 HEADS, DIM = 4, 128  # KV heads and head dimension of the paper's 7B model
 

@@ -21,10 +21,10 @@ from moend.allocation.base import Allocation, Allocator, Task, choices, largest_
 from moend.allocation.cost import CostModel
 from moend.allocation.solver import SOLVERS, solve, solve_common
 from moend.calibration.artefact import Artefact
-from moend.calibration.sensitivity import EXTRA_KEEPS, Config, decode, table
+from moend.calibration.sensitivity import decode, table
 from moend.errors import Infeasible, UserError
 from moend.layer_bytes import BITS
-from moend.plan import LayerPlan
+from moend.plan import EXTRA_KEEPS, Config, LayerPlan
 
 log = logging.getLogger(__name__)
 

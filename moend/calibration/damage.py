@@ -32,9 +32,10 @@ from moend.calibration.artefact import Artefact
 from moend.calibration.base import Bench, Examples, Report, Target, Values, choice, whole
 from moend.calibration.rerun import Change, Evictor, Observe, reruns
 from moend.calibration.saved import Saved
-from moend.calibration.sensitivity import Config, TableKind, decode, encode, kept_tokens
+from moend.calibration.sensitivity import TableKind, decode, encode, kept_tokens
 from moend.errors import UserError
 from moend.layer_bytes import Storage
+from moend.plan import Config
 
 TOKENS = 2048  # of windows under way at once
 EDGE = 8  # a repeated passage keeps off the first and the last 1/8 of its prefix

@@ -27,15 +27,12 @@ from moend.calibration.rerun import Stack
 from moend.calibration.saved import Saved
 from moend.calibration.sensitivity import (
     GROUP,
-    SINGLES,
-    Config,
     Eviction,
     TableKind,
     attention_blocks,
     decode,
     encode,
     kept_tokens,
-    lattice,
     random_ranks,
     scorer_ranks,
     table,
@@ -44,6 +41,7 @@ from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule
 from moend.hf.cache_layers import marked
 from moend.hf.rope import Rotary, rotary
+from moend.plan import SINGLES, Config, lattice
 from moend.scoring import Scorer
 
 QUERIES = 512  # queries masked at a time

@@ -12,7 +12,7 @@ holds for both outputs: its window or chunk, its soft cap and its attention sink
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,57 +31,13 @@ from moend.errors import UserError, unknown
 from moend.hf.attention import AttentionRule, accumulated_attention
 from moend.hf.rope import Rotary, rotary
 from moend.layer_bytes import BITS
+from moend.plan import SINGLES, Config, extend_lattice, lattice
 from moend.scoring import LayerView, Scorer
 
-KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-EXTRA_KEEPS = (0.05, 0.025, 0.0125)  # join the lattice in this order where a budget asks for it
-ROUTED_BITS = (16, 8, 4)
 GROUP = 64  # tokens per K scale
 BLOCK = 2**22  # attention weights held at a time, in elements: bounds memory at any T
 
 Eviction = Literal["scorer", "random"]
-
-
-@dataclass(frozen=True)
-class Config:
-    """What is done to one layer."""
-
-    keep: float  # share of tokens that stay, in (0, 1]
-    k_bits: int  # bits of a number of K
-    v_bits: int  # bits of a number of V
-
-    def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise UserError(f"a lattice's keep must be a share in (0, 1], got {self.keep}")
-        if self.k_bits not in BITS or self.v_bits not in BITS:
-            raise UserError(f"bits must be among {BITS}, got {self.k_bits} and {self.v_bits}")
-
-    @property
-    def name(self) -> str:
-        """`keep_25`, `k8`, `v4`, `k8v4`, `keep_25_k8v4`, or `full`: what is done, named by what is kept."""
-        keep = "" if self.keep == 1 else f"keep_{self.keep * 100:g}"
-        bits = "".join(f"{side}{b}" for side, b in (("k", self.k_bits), ("v", self.v_bits)) if b != 16)
-        return "_".join(x for x in (keep, bits) if x) or "full"
-
-
-SINGLES = (
-    *(Config(keep, 16, 16) for keep in KEEPS if keep < 1),
-    Config(1.0, 8, 16),
-    Config(1.0, 4, 16),
-    Config(1.0, 16, 8),
-    Config(1.0, 16, 4),
-)
-
-
-def lattice(keeps: Iterable[float] = KEEPS, bits: Iterable[int] = ROUTED_BITS) -> tuple[Config, ...]:
-    """Every (keep, K bits, V bits): MoE-nD's 54 by default; bits may include 2."""
-    choices = tuple(dict.fromkeys(bits))
-    return tuple(Config(float(k), kb, vb) for k in dict.fromkeys(keeps) for kb in choices for vb in choices)
-
-
-def extend_lattice(keeps: Sequence[float], steps: int = len(EXTRA_KEEPS)) -> tuple[float, ...]:
-    """keeps and the first `steps` of 0.05, 0.025, 0.0125 that are below all of them."""
-    return (*keeps, *(k for k in EXTRA_KEEPS[:steps] if k < min(keeps)))
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from moend.calibration.kl import kl_table
 from moend.calibration.queries import TrigStatistics
 from moend.calibration.rerun import Evictor
 from moend.calibration.ripple import Noise, profile
-from moend.calibration.sensitivity import Config, extend_lattice, lattice, measure
+from moend.calibration.sensitivity import measure
 from moend.methods.spec import method
 from moend.models import load as models
+from moend.plan import Config, extend_lattice, lattice
 from moend.scoring import scorer
 from tests.golden.records import CALIBRATIONS, MODELS, PROMPTS, load
 

@@ -19,7 +19,7 @@ from moend.cache import LayerKV
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import DamageSettings
 from moend.calibration.queries import TrigStatistics
-from moend.calibration.sensitivity import Config, encode, extend_lattice, lattice, measure
+from moend.calibration.sensitivity import encode, measure
 from moend.decoding import Decoder, Generation, Job, Outcome
 from moend.engine import Engine, stable_seed
 from moend.errors import UserError
@@ -27,6 +27,7 @@ from moend.layer_bytes import layer_bytes
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import method, method_names
 from moend.models import load as models
+from moend.plan import Config, extend_lattice, lattice
 from moend.scoring import scorer
 from tests.tiny import tiny
 

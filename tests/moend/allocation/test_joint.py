@@ -14,9 +14,10 @@ from moend.allocation import CostModel, Task
 from moend.allocation.joint import Joint
 from moend.budget import Arch
 from moend.calibration.artefact import Artefact
-from moend.calibration.sensitivity import Config, encode
+from moend.calibration.sensitivity import encode
 from moend.errors import Infeasible, UserError
 from moend.layer_bytes import Storage, layer_bytes
+from moend.plan import Config
 
 KEEPS = (0.1, 0.4, 1.0)
 PAIRS = ((8, 4), (4, 4))

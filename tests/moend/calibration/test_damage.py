@@ -17,9 +17,10 @@ from moend.calibration.artefact import Artefact
 from moend.calibration.damage import damage_table, repeated
 from moend.calibration.queries import TrigStatistics
 from moend.calibration.rerun import Evictor
-from moend.calibration.sensitivity import Config, decode
+from moend.calibration.sensitivity import decode
 from moend.errors import UserError
 from moend.layer_bytes import Storage
+from moend.plan import Config
 from moend.replay import Replay, Request
 from moend.scoring import scorer
 from tests.tiny import tiny

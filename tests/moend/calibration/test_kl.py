@@ -14,8 +14,9 @@ from moend.calibration.artefact import Artefact
 from moend.calibration.base import windows
 from moend.calibration.kl import COARSE, PAPER, kl_table, named_configs, rank_agreement
 from moend.calibration.queries import TrigStatistics
-from moend.calibration.sensitivity import Config, attention_blocks, random_ranks, table
+from moend.calibration.sensitivity import attention_blocks, random_ranks, table
 from moend.errors import UserError
+from moend.plan import Config
 from moend.scoring import scorer
 from tests.tiny import ARCHITECTURES, tiny
 

@@ -15,8 +15,9 @@ from moend.calibration.kl import kl_table
 from moend.calibration.rerun import Evictor
 from moend.calibration.ripple import Noise, profile
 from moend.calibration.saved import Saved
-from moend.calibration.sensitivity import Config, measure
+from moend.calibration.sensitivity import measure
 from moend.layer_bytes import Storage
+from moend.plan import Config
 from moend.scoring import scorer
 from tests.tiny import tiny
 

@@ -12,23 +12,10 @@ from moend.cache.packing import fake_quant_k, fake_quant_v
 from moend.cache.prefill import LayerCapture, Prefilled
 from moend.calibration.artefact import Artefact
 from moend.calibration.queries import TrigStatistics
-from moend.calibration.sensitivity import (
-    EXTRA_KEEPS,
-    KEEPS,
-    SINGLES,
-    Config,
-    decode,
-    encode,
-    extend_lattice,
-    kept_tokens,
-    lattice,
-    measure,
-    random_ranks,
-    sensitivity,
-    table,
-)
+from moend.calibration.sensitivity import decode, encode, kept_tokens, measure, random_ranks, sensitivity, table
 from moend.errors import UserError
 from moend.hf.attention import AttentionRule, accumulated_attention
+from moend.plan import EXTRA_KEEPS, KEEPS, SINGLES, Config, extend_lattice, lattice
 from moend.scoring import scorer
 from tests.tiny import ARCHITECTURES, tiny
 

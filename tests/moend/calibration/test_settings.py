@@ -11,8 +11,8 @@ import moend.calibration.kl as kl
 from moend.calibration import Calibration, Target, kind, kinds
 from moend.calibration.artefact import canonical
 from moend.calibration.base import windows
-from moend.calibration.sensitivity import EXTRA_KEEPS, KEEPS, lattice
 from moend.errors import UserError
+from moend.plan import EXTRA_KEEPS, KEEPS, lattice
 from tests import ROOT
 
 CONF = ROOT / "conf" / "calibration"

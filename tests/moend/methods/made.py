@@ -10,10 +10,11 @@ import torch
 from moend.budget import Arch, Budget
 from moend.calibration.artefact import Artefact
 from moend.calibration.damage import DamageSettings
-from moend.calibration.sensitivity import SINGLES, Config, encode, extend_lattice, lattice
+from moend.calibration.sensitivity import encode
 from moend.layer_bytes import peak_layer_bytes
 from moend.methods.bind import BoundMethod, bind
 from moend.methods.spec import Method, method, method_names
+from moend.plan import SINGLES, Config, extend_lattice, lattice
 
 ARCH = Arch(layers=6, q_heads=4, kv_heads=2, head_dim=64, max_positions=4096)
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
