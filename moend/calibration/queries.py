@@ -12,6 +12,7 @@ from moend.budget import Arch
 from moend.cache import prefill
 from moend.calibration.base import Bench, Kind, Target
 from moend.errors import UserError
+from moend.hf.config import text_config
 from moend.hf.rope import pairs, rotary, unrotate
 
 
@@ -71,7 +72,20 @@ class Queries(Kind):
     def measure(self, target: Target, bench: Bench) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """One prefill."""
         found = TrigStatistics.measure(bench.model, bench.prompt)
-        return found.tensors(), {"tokens": bench.prompt.numel(), "text": self.texts(target)["text"]}
+        info = {"tokens": bench.prompt.numel(), "text": self.texts(target)["text"], "rotation": rotation(bench.model)}
+        return found.tensors(), info
+
+
+def rotation(model: Any) -> dict[str, Any] | None:
+    """The model's rotation as plain JSON: inv_freq (d/2 radians per position), dim, scaling (see moend.hf.rope.Rotary).
+
+    None where layers rotate differently. Tools that read the statistics elsewhere need it.
+    """
+    layers = [rotary(model, i) for i in range(text_config(model.config).num_hidden_layers)]
+    first = layers[0]
+    if any(x.scaling != first.scaling or not torch.equal(x.inv_freq, first.inv_freq) for x in layers):
+        return None
+    return {"inv_freq": first.inv_freq.tolist(), "dim": first.dim, "scaling": first.scaling}
 
 
 KIND = Queries()

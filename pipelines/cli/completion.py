@@ -17,6 +17,7 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "report": ("sweep=", "rescore=true", "paths.store="),
     "list": ("methods", "models", "benchmarks", "sweeps", "figures"),
     "bundle": ("pack", "add", "sweep=", "file=", "paths.store="),
+    "export": ("plan", "statistics", "to=kvpress", "to=trtllm", "to=sglang", "to=vllm", "to=triattention", "out="),
     "completion": ("bash", "zsh", "fish"),
 }
 SCRIPTS = {

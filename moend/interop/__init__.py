@@ -1,0 +1,1 @@
+"""moend beside other people's tools. Nothing else of the library imports this package."""
