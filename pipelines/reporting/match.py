@@ -244,10 +244,10 @@ class _Finder:
 
     @functools.cache  # noqa: B019 - lives as long as one report
     def _singles(self, model: str) -> tuple[Any, list[str]] | None:
-        from moend.calibration import figure
-
         for row, folder in self.sweep.artefacts("sensitivity").values():
             if row.info["model"] == model:
+                from moend.calibration import figure  # takes torch along
+
                 found = figure(folder, "sensitivity")
                 return found["singles"], found["operations"]
         return None

@@ -164,18 +164,18 @@ def draw_peaks(panels: Sequence[tuple[str, Sequence[Point]]], path: Path) -> boo
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     most = max(len(points) for _, points in panels)
-    with style.figure(path, 3.3 * columns + 0.6, rows * (0.21 * most + 0.8) + 0.2, nrows=rows, ncols=columns) as (
-        _,
-        axes,
-    ):
-        for axis, (title, points) in zip(axes.flat, panels, strict=False):
+    same = len({tuple(p.name for p in points) for _, points in panels}) == 1  # then one row of panels names them once
+    size = (3.3 * columns + 0.6, rows * (0.21 * most + 0.8) + 0.2)
+    with style.figure(path, *size, nrows=rows, ncols=columns, sharey="row" if same else False) as (_, axes):
+        for i, (axis, (title, points)) in enumerate(zip(axes.flat, panels, strict=False)):
             methods = list(dict.fromkeys(p.method for p in points))
             for method in methods:  # a few artists in place of hundreds
                 colour, marker = style.look(method, methods)
                 at, peaks = zip(*((i, p.peak) for i, p in enumerate(points) if p.method == method), strict=True)
                 axis.hlines(at, 0, peaks, color=colour, lw=1.2)
                 axis.plot(peaks, at, color=colour, marker=marker, ls="")
-            axis.set_yticks(range(len(points)), [p.name for p in points], fontsize=8)
+            if not same or i % columns == 0:
+                axis.set_yticks(range(len(points)), [p.name for p in points], fontsize=8)
             axis.set_ylim(len(points) - 0.5, -0.5)
             axis.set_xlim(left=0)
             axis.grid(axis="y", visible=False)

@@ -123,12 +123,13 @@ def panel_title(result: Mapping[str, Any]) -> str:
     return f"{result['benchmark']}{question}{paper}"
 
 
+SCREEN_DPI = 140  # of a page's pictures; files for print have 200
 _kinds: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("kinds", default=(".png", ".pdf"))
 
 
 @contextlib.contextmanager
 def only(*kinds: str) -> Iterator[None]:
-    """Inside, `figure` writes files of these kinds only: a PDF takes as long as its PNG."""
+    """Inside, `figure` writes files of these kinds only, for the screen: a PDF takes as long as its PNG."""
     before = _kinds.set(kinds)
     try:
         yield
@@ -150,14 +151,17 @@ def figure(path: Path, width: float, height: float, **grid: Any) -> Iterator[tup
             fig.get_layout_engine().execute(fig)
             fig.set_layout_engine("none")  # laid out and measured once, for both files
             box = fig.get_tightbbox().padded(0.08)
-            for kind in _kinds.get():
+            kinds = _kinds.get()
+            for kind in kinds:
                 said = {"CreationDate": None} if kind == ".pdf" else None
                 target = path.with_suffix(kind)
                 temp = path.with_name(
                     f".{path.stem}.{secrets.token_hex(4)}.tmp{kind}"
                 )  # two processes may draw the same
                 try:
-                    fig.savefig(temp, bbox_inches=box, metadata=said)
+                    fig.savefig(
+                        temp, bbox_inches=box, metadata=said, dpi=None if ".pdf" in kinds else SCREEN_DPI
+                    )
                     temp.replace(target)
                 finally:
                     temp.unlink(missing_ok=True)
