@@ -9,7 +9,7 @@ from typing import Any
 
 # Goes up by one whenever a golden record changes (tests/golden): it is a part of every cell's key, so that numbers of
 # two versions never stand in one table. CHANGELOG.md says what each version changed.
-ENGINE_VERSION = 4
+ENGINE_VERSION = 5
 
 
 def _quantises(method: Mapping[str, Any]) -> bool:
@@ -47,20 +47,29 @@ def _anchors_or_paper(method: Mapping[str, Any]) -> bool:
     return method.get("budget_protocol") == "paper" and (other or allocator.get("name") in ("joint", "routed"))
 
 
+def _short_prompts_at_the_peak(method: Mapping[str, Any]) -> bool:
+    """Where the budget binds at the peak, caps were too small for prompts shorter than what an eviction leaves.
+
+    A method does not say how long the prompt was, so all that quantise and evict while decoding count.
+    """
+    return _evicts(method) and _quantises(method) and method.get("budget_at") == "peak"
+
+
 # Which methods (by the fields of conf/method) have other numbers since a version; its line in CHANGELOG.md says why.
 CHANGED: Mapping[int, Callable[[Mapping[str, Any]], bool]] = {
     2: lambda method: _evicts(method) and _quantises(method),
     3: _moment_or_steps,
     4: _anchors_or_paper,
+    5: _short_prompts_at_the_peak,
 }
 
 
-def numbers_stand(made: int, method: Mapping[str, Any], protocol: str | None = None) -> bool:
+def numbers_stand(made: int, method: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
     """Whether the numbers of a method's cell by engine version `made` are still those of this version.
 
-    protocol: the cell's `budget_protocol`.
+    cell: where its `budget_protocol` and `budget_at` stand, if it has them.
     """
-    method = {**method, "budget_protocol": protocol}
+    method = {**method, **{name: cell.get(name) for name in ("budget_protocol", "budget_at")}}
     later = range(made + 1, ENGINE_VERSION + 1)
     return not any(CHANGED.get(version, lambda method: True)(method) for version in later)
 

@@ -73,4 +73,8 @@ class CostModel:
             return int(layer_bytes(held, storage, heads, dim))
         if whole or not self.evicts:
             return peak_layer_bytes(held + self.new, self.new, storage, heads, dim)
-        return peak_layer_bytes(cap, self.reserve(cap), storage, heads, dim, new=self.new if storage.scales else None)
+        reserve, prompt = self.reserve(cap), self.reference - self.new
+        start = min(cap - reserve, max(prompt, 1)) if self.exact else cap - reserve
+        return peak_layer_bytes(
+            cap, reserve, storage, heads, dim, start=start, new=self.new if storage.scales else None
+        )

@@ -133,7 +133,7 @@ def former(payload: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for path, implied in _added(payload):
         before = None if before is None else _without(before, path, implied)
     for engine in range(version.ENGINE_VERSION, FIRST_ENGINE - 1, -1):
-        if not version.numbers_stand(engine, payload["method"], payload.get("budget_protocol")):
+        if not version.numbers_stand(engine, payload["method"], payload):
             return
         for written in (payload, before):
             if written is not None and (written is not payload or engine != payload["facts"]["engine"]):

@@ -71,8 +71,7 @@ def rows(store: Store, manifest: dict[str, Any]) -> list[Row]:
         result = folder.result()
         doubts = [doubt(kind, key) for kind, key in cell["payload"]["calibrations"].items()]
         made = engine_of(cell["payload"])
-        protocol = cell["payload"].get("budget_protocol")
-        if result is not None and not numbers_stand(made, cell["payload"]["method"], protocol):
+        if result is not None and not numbers_stand(made, cell["payload"]["method"], cell["payload"]):
             state, result = f"superseded: made by engine {made}, this is {ENGINE_VERSION}; run its command again", None
         elif result is not None and _quantised(result) and (why := next(filter(None, doubts), None)):
             state, result = f"not tabled: {why}", None

@@ -17,10 +17,17 @@ def test_records_are_of_this_engine() -> None:
 
 @pytest.mark.parametrize("model", records.MODELS)
 def test_records_did_not_change(model: str) -> None:
-    """Every method generates, holds and keeps on this model what the records say."""
+    """Every method generates, holds and keeps on this model what the records say.
+
+    On another CPU a few scores that are nearly equal may change places.
+    """
     _, old = records.read()
     old = {key: r for key, r in old.items() if key.split(" | ")[0] == model}
-    changes = records.changed(old, records.compute(model))
+    new = records.compute(model)
+    changes = records.changed(old, new)
+    equal = records.ties(old, new, changes)
+    if len(equal) <= records.TIES * len(old):
+        changes = {key: fields for key, fields in changes.items() if key not in equal}
     if changes:
         pytest.fail(
             f"{len(changes)} of {len(old)} golden records of {model} changed, by method | schedule | bits (if that is "
@@ -39,3 +46,14 @@ def test_changes_are_named() -> None:
     assert "H2O | every | K16/V16: 3 cases (peak, case is gone, new case)" in records.grouped(changes)
     assert records.table(changes).splitlines()[1].split()[-1] == "peak"
     assert not records.changed(old, old)
+
+
+def test_a_tie_is_one_layer_at_the_end_of_the_answer() -> None:
+    """Another first token, and two layers that end otherwise, are no ties."""
+    old = {c: {"tokens": [1], "kept_end": ["a", "b"]} for c in "xyz"}
+    new = {
+        "x": {"tokens": [1], "kept_end": ["a", "c"]},
+        "y": {"tokens": [2], "kept_end": ["a", "c"]},
+        "z": {"tokens": [1], "kept_end": ["c", "c"]},
+    }
+    assert records.ties(old, new, records.changed(old, new)) == {"x"}

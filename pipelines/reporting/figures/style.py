@@ -159,9 +159,7 @@ def figure(path: Path, width: float, height: float, **grid: Any) -> Iterator[tup
                     f".{path.stem}.{secrets.token_hex(4)}.tmp{kind}"
                 )  # two processes may draw the same
                 try:
-                    fig.savefig(
-                        temp, bbox_inches=box, metadata=said, dpi=None if ".pdf" in kinds else SCREEN_DPI
-                    )
+                    fig.savefig(temp, bbox_inches=box, metadata=said, dpi=None if ".pdf" in kinds else SCREEN_DPI)
                     temp.replace(target)
                 finally:
                     temp.unlink(missing_ok=True)

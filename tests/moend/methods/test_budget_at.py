@@ -38,6 +38,7 @@ def next_entry(b: BoundMethod, spec: LayerSpec, new: int) -> int:
 @pytest.mark.req(4)
 @settings(deadline=None, max_examples=400)
 @example("2d_uniform", "6%", 330, 2, "prompt")  # the next entry opens a group of K
+@example("2d_uniform", 128, 83, 200, "peak")  # a prompt shorter than what an eviction leaves
 @given(
     st.sampled_from(CHOOSING),
     st.sampled_from(["6%", "12%", "25%", "40%", "60%", "85%", 48, 64, 128, 300, "400KiB"]),

@@ -234,6 +234,7 @@ def _full_from(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", fsync)
 
 
+@pytest.mark.slow
 @pytest.mark.req(15)
 def test_a_disk_that_is_full_at_any_write(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     write = report.write

@@ -78,11 +78,20 @@ def test_version_3_changed_what_the_changelog_says() -> None:
 
 def test_version_4_changed_moezip_and_the_papers_protocol() -> None:
     def changed(protocol: str) -> set[str]:
-        return {n for n in method_names() if not version.numbers_stand(3, method(n).settings, protocol)}
+        cell = {"budget_protocol": protocol}
+        return {n for n in method_names() if not version.numbers_stand(3, method(n).settings, cell)}
 
     assert changed("matched") == {"MoEZip"}
     assert changed("paper") >= {"MoEZip", "MiniKV", "KIVI", "2d", "2d_hetero"}
     assert not changed("paper") & {"full", "1d", "2d_uniform", "SnapKV", "RippleKV"}
+
+
+def test_version_5_changed_quantised_cells_that_evict_where_the_budget_binds_at_the_peak() -> None:
+    def changed(at: str) -> set[str]:
+        return {n for n in method_names() if not version.numbers_stand(4, method(n).settings, {"budget_at": at})}
+
+    assert not changed("prompt")
+    assert changed("peak") >= {"2d_uniform", "2d_hetero"} and not changed("peak") & {"1d", "H2O", "SnapKV", "KIVI"}
 
 
 def test_the_cells_of_the_old_store_that_stand(store: Store) -> None:
