@@ -1,4 +1,4 @@
-# make quickstart: from a fresh clone to a table.  make test: what CI runs.
+# make quickstart: from a fresh clone to a table.  make test: what CI runs.  make site: docs/ as pages, build/site.
 VENV ?= .venv
 PYTHON ?= python3
 # For a CPU-only torch from an ordinary index: make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint site clean
 
 quickstart: $(VENV)/.installed
 	$(PY) -m pipelines.run +sweep=quickstart
@@ -18,6 +18,9 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+site: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -d build/site
 
 clean:
 	rm -rf $(VENV)

@@ -11,6 +11,8 @@ step "ruff"
 "$python" -m ruff format --check .
 step "mypy"
 "$python" -m mypy
+step "the site of docs/"
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --quiet -d build/site
 step "tests"
 "$python" -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slurm"
 step "tests on Slurm" # they bring up a Slurm that wants the machine for itself
