@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moend.statistics.intervals import BLOCK, NORMAL, RESAMPLES, Floats, Interval, binary, clusters, resampled
+from moend.statistics.intervals import BLOCK, NORMAL, RESAMPLES, Floats, Interval, Stratum, binary, clusters, resampled
 
 EXACT = 13  # so many differing pairs have fewer sign patterns than we would draw
 
@@ -36,25 +36,27 @@ def paired_bootstrap(
     seed: int = 0,
     level: float = 0.95,
     resamples: int = RESAMPLES,
+    contexts: Sequence[Hashable] | None = None,
 ) -> Difference:
     """Bootstrap interval of the mean difference a - b over the same examples; arguments as for `bootstrap`.
 
-    The p-value is of the randomisation test (Fisher 1935): if the two are exchangeable on every example, each
-    difference could as well have had the other sign; p is the share of sign patterns whose mean is as far from zero.
-    It is exact for few differing pairs, holds its level at any n, and is the sign test for scores of 0 and 1.
+    The p-value is of the randomisation test (Fisher 1935): if the two are exchangeable on every context, the
+    differences of its examples could together as well have had the other sign; p is the share of sign patterns whose
+    mean is as far from zero. It is exact for few differing pairs, holds its level at any n, and is the sign test for scores of 0 and 1.
     Where all examples of each task differ alike (none at all, say) there is no interval: resampling would claim
     certainty.
     """
     if len(a) != len(b):
         raise ValueError(f"paired values differ in number: {len(a)} and {len(b)}")
-    return _paired(clusters([x - y for x, y in zip(a, b, strict=True)], ids, strata), seed, level, resamples)
+    groups = clusters([x - y for x, y in zip(a, b, strict=True)], ids, strata, contexts)
+    return _paired(groups, seed, level, resamples)
 
 
-def _paired(groups: list[Floats], seed: int, level: float, resamples: int) -> Difference:
+def _paired(groups: list[Stratum], seed: int, level: float, resamples: int) -> Difference:
     """`paired_bootstrap` of the differences of examples, task by task."""
-    p, n = _sign_flips(groups, seed, resamples), sum(map(len, groups))
-    if all(np.ptp(g) == 0 for g in groups):
-        return Difference(float(np.mean([g.mean() for g in groups])), None, None, p, n, "sign flips")
+    p, n = _sign_flips(groups, seed, resamples), sum(g.examples for g in groups)
+    if all(np.ptp(g.means) == 0 for g in groups):
+        return Difference(float(np.mean([g.mean for g in groups])), None, None, p, n, "sign flips")
     interval = resampled(groups, seed, level, "bca", resamples)
     return Difference(interval.value, interval.low, interval.high, p, n, "sign flips")
 
@@ -103,17 +105,20 @@ class Examples:
     keys: tuple[tuple[str, str], ...]  # task and id, in the order of the records
     means: Floats  # over the draws of each example
     records: int  # draws of all examples
+    contexts: tuple[str | None, ...]  # what each example shares with others; None: nothing
 
 
 def examples(records: Iterable[Mapping[str, Any]], field: str = "score") -> Examples:
     """The examples of records as for `summarise`, with the mean of a field over their draws."""
     found: dict[tuple[str, str], list[float]] = {}
+    contexts: dict[tuple[str, str], str | None] = {}
     for r in records:
         found.setdefault((r["task"], r["id"]), []).append(float(r[field]))
+        contexts[r["task"], r["id"]] = r.get("context_id")
     means = np.array([sum(v) / len(v) for v in found.values()])
     if not np.isfinite(means).all():
         raise ValueError(f"a {field} that is not finite")
-    return Examples(tuple(found), means, sum(map(len, found.values())))
+    return Examples(tuple(found), means, sum(map(len, found.values())), tuple(contexts.values()))
 
 
 def compare(
@@ -126,7 +131,7 @@ def compare(
     """Paired difference a - b of two cells on the same examples: paired bootstrap with the p-value of sign flips.
 
     Records as for `summarise`, or their `examples`. Draws of an example are averaged. For 0/1 scores of one task with
-    one draw each: McNemar's exact test and the interval of `paired_share`.
+    one draw each and no shared context: McNemar's exact test and the interval of `paired_share`.
     ValueError where the two do not hold the same examples.
     """
     x, y = (c if isinstance(c, Examples) else examples(c) for c in (a, b))
@@ -141,16 +146,21 @@ def compare(
     if not n:
         raise ValueError("no values")
     strata = dict.fromkeys(tasks)
-    if x.records == y.records == n and len(strata) == 1 and binary(x.means) and binary(theirs):
+    alone = all(c is None for c in x.contexts)
+    if alone and x.records == y.records == n and len(strata) == 1 and binary(x.means) and binary(theirs):
         share = paired_share(int((x.means > theirs).sum()), int((x.means < theirs).sum()), n, level)
         return Difference(share.value, share.low, share.high, mcnemar_exact(x.means, theirs), n, "mcnemar")
-    difference, of = x.means - theirs, np.array(tasks)
-    return _paired([difference[of == task] for task in strata], seed, level, RESAMPLES)
+    difference = x.means - theirs
+    if not alone:
+        return _paired(clusters(difference.tolist(), x.keys, tasks, x.contexts), seed, level, RESAMPLES)
+    of = np.array(tasks)
+    mine = [difference[of == task] for task in strata]
+    return _paired([Stratum(d, np.ones(len(d))) for d in mine], seed, level, RESAMPLES)
 
 
-def _sign_flips(groups: list[Floats], seed: int, resamples: int) -> float:
+def _sign_flips(groups: list[Stratum], seed: int, resamples: int) -> float:
     """Two-sided p of the macro mean under random signs: all sign patterns of few values, else drawn ones."""
-    d = np.concatenate([g / (len(g) * len(groups)) for g in groups])
+    d = np.concatenate([g.sums / (g.examples * len(groups)) for g in groups])
     d = d[d != 0]
     least = abs(float(d.sum())) - 1e-9 * float(np.abs(d).sum())  # ties up to rounding count
     if len(d) <= EXACT:
