@@ -33,6 +33,7 @@ class Calibration:
     """The fields of a conf/calibration file, documented there."""
 
     text: str | None = None  # what sensitivities and query statistics are measured on; None: the model's own
+    template: Literal["model", "none"] = "model"  # whether `text` stands in the chat template that the model has
     eviction: Literal["scorer", "random"] = "scorer"  # which tokens go while measuring
     seeds: tuple[int, ...] = (0, 1, 2)  # of the permutations of `random`
     keeps: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 0.05, 0.025, 0.0125)  # shares of tokens in the lattice
@@ -42,6 +43,7 @@ class Calibration:
     def __post_init__(self) -> None:
         if self.text is not None and not str(self.text).strip():
             raise UserError("calibration.text must be a text, or null for the model's own")
+        choice("calibration.template", self.template, ("model", "none"))
         choice("calibration.eviction", self.eviction, ("scorer", "random"))
         if not self.seeds or not all(is_whole(s) and s >= 0 for s in self.seeds):
             raise UserError(f"calibration.seeds must be whole numbers >= 0, at least one, got {list(self.seeds)}")
@@ -183,7 +185,8 @@ class Kind:
     def texts(self, target: Target) -> dict[str, Any]:
         """The texts that it is measured on, JSON-able: their hash enters the identity."""
         text = target.calibration.text or target.model.calibration_text
-        return {"text": text, "chat_template": target.model.chat_template}
+        template = target.calibration.template == "model" and target.model.chat_template
+        return {"text": text, "chat_template": template}
 
     def work(self, target: Target, arch: Arch) -> float | None:
         """How many tokens a model reads in the time that measuring takes, roughly: for estimates. None: not known."""

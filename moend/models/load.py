@@ -188,13 +188,16 @@ def load(spec: ModelSpec, cache_dir: Path) -> LoadedModel:
     return LoadedModel(model, tokenizer, spec, arch, weights, store, model.device)
 
 
-def calibration_ids(loaded: LoadedModel, text: str | None = None) -> list[int]:
-    """Token ids of the calibration text (the spec's by default), in the chat template where the spec asks for one."""
+def calibration_ids(loaded: LoadedModel, text: str | None = None, *, chat: bool = True) -> list[int]:
+    """Token ids of the calibration text (the spec's by default), in the chat template where the spec asks for one.
+
+    chat: False leaves the template out.
+    """
     text = loaded.spec.calibration_text if text is None else text
     if not text.strip():
         raise UserError(f"model '{loaded.spec.name}' has no calibration text: set model.calibration_text=")
     tokenizer = loaded.tokenizer
-    if loaded.spec.chat_template and tokenizer.chat_template:
+    if chat and loaded.spec.chat_template and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
             tokenize=False,

@@ -57,9 +57,10 @@ def calibrate(
     saved = Saved(folder, made, share_all)
     if saved.found:
         terminal.say(terminal.console(), f"going on: {need.kind} [{need.key}] has {saved.found} steps already")
+    ids = calibration_ids(loaded, asked.calibration.text, chat=asked.calibration.template == "model")
     bench = Bench(
         loaded,
-        torch.tensor([calibration_ids(loaded, asked.calibration.text)], device=loaded.device),
+        torch.tensor([ids], device=loaded.device),
         statistics,
         replay.observe,
         lambda what: terminal.progress(terminal.console(), what),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import moend
 from moend.budget import Arch
@@ -239,6 +240,9 @@ def test_the_embedded_model() -> None:
     assert loaded.tokenizer.encode("1234567") == [33, 34, 35, 36, 37, 38, 39]
     ids = models.calibration_ids(loaded)
     assert len(ids) == 55 and ids[0] == loaded.tokenizer.bos_token_id
+    paper = yaml.safe_load(Path("conf/calibration/paper.yaml").read_text())  # MoE-nD: "a single 27-token prompt"
+    assert paper["template"] == "none" and len(models.calibration_ids(loaded, paper["text"], chat=False)) == 27
+    assert len(models.calibration_ids(loaded, chat=False)) == 25  # the same as LaTeX
     text = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}], tokenize=False, add_generation_prompt=True
     )
