@@ -42,7 +42,8 @@ def paired_bootstrap(
 
     The p-value is of the randomisation test (Fisher 1935): if the two are exchangeable on every context, the
     differences of its examples could together as well have had the other sign; p is the share of sign patterns whose
-    mean is as far from zero. It is exact for few differing pairs, holds its level at any n, and is the sign test for scores of 0 and 1.
+    mean is as far from zero. It is exact for few differing pairs, holds its level at any n, and is the sign test for
+    scores of 0 and 1.
     Where all examples of each task differ alike (none at all, say) there is no interval: resampling would claim
     certainty.
     """
