@@ -16,7 +16,7 @@ from moend.errors import Blocked, Infeasible, UserError
 from moend.version import ENGINE_VERSION
 from pipelines.planning import parts, thinking
 from pipelines.planning.identity import canonical
-from pipelines.planning.needs import CalibrationNeed, needs, target
+from pipelines.planning.needs import CalibrationNeed, needs, target, texts_read
 from pipelines.planning.schema import RunConfig
 from pipelines.store.payload import text
 
@@ -141,7 +141,14 @@ class Planner:
             raise UserError("engine.timed=true measures each cell by itself: set engine.fuse=false")
         if config.engine.timed and bench.kind == "nll":
             raise UserError(f"engine.timed=true times what is generated, and {bench.name} generates nothing")
-        cautions = (bench.caution(config.generation.samples), thinking.check(spec, bench, config.generation))
+        calibrations = () if arch is None else needs(config, arch, weights)
+        seen = None if no_data or no_data_yet else self._contamination(config, bench, calibrations)
+        tested = bench.split == "test"
+        cautions = (
+            bench.caution(config.generation.samples),
+            thinking.check(spec, bench, config.generation),
+            None if tested else seen,
+        )
         infeasible = None
         full = cell = length = new = 0
         if arch is not None:
@@ -157,7 +164,7 @@ class Planner:
             method=method.label,
             benchmark=choices.get("benchmark", bench.name),
             identity=identity,
-            calibrations=() if arch is None else needs(config, arch, weights),
+            calibrations=calibrations,
             expected=expected,
             metrics={task: bench.metric(task) for task in bench.task_names},
             unit=bench.unit,
@@ -170,7 +177,7 @@ class Planner:
             reads=2 if made is not None and "reconstruction" in made.observes else 1,
             full_bytes=full,
             cell_bytes=cell,
-            blocked=unreadable or no_data,
+            blocked=unreadable or no_data or (seen if tested else None),
             absent=missing,
             absent_data=no_data_yet,
             infeasible=infeasible,
@@ -178,6 +185,18 @@ class Planner:
             settings=method.settings,
             shared=shared,
         )
+
+    def _contamination(
+        self, config: RunConfig, bench: Benchmark, calibrations: tuple[CalibrationNeed, ...]
+    ) -> str | None:
+        """What a cell's calibrations have read of its benchmark, in one line; None: nothing. Its data are here."""
+        read = {need.kind: texts_read(config, need.kind) for need in calibrations}
+        kinds: dict[tuple[str, ...], list[str]] = {}
+        for name, found in read.items():
+            kinds.setdefault(found, []).append(name)
+        by = canonical(identity_of(bench))
+        lines = (self._once(_read, found, bench, " and ".join(names), by=(by, found)) for found, names in kinds.items())
+        return next(filter(None, lines), None)
 
     def fetches(self, config: RunConfig) -> tuple[Fetch, Fetch]:
         """What a cell needs besides this package: its weights and its data."""
@@ -257,6 +276,12 @@ def _expected(
             reason = str(e)
     made_up = tuple((task, f"?{i}") for task, n in bench.expected().items() for i in range(n))
     return made_up, (), reason, absent
+
+
+def _read(texts: tuple[str, ...], bench: Benchmark, names: str) -> str | None:
+    from moend.benchmarks.contamination import contamination
+
+    return contamination(texts, bench.samples(), f"the calibration ({names})")
 
 
 def lengths(bench: Benchmark, arch: Arch, config: RunConfig) -> tuple[int, int]:

@@ -52,3 +52,14 @@ def needs(config: RunConfig, arch: Arch, weights: dict[str, Any]) -> tuple[Calib
         described = identity(str(weights["id"]), revision, arch, settings, key(this.texts(asked)), {name: this.version})
         made[name] = CalibrationNeed(name, artefact_key(name, described), described)
     return tuple(made.values())
+
+
+def texts_read(config: RunConfig, name: str) -> tuple[str, ...]:
+    """The texts that a kind of calibration is measured on for a cell."""
+    from moend.calibration import kind
+
+    found: list[str] = []
+    for value in kind(name).texts(target(config)).values():
+        listed = value if isinstance(value, list | tuple) else [value]
+        found += [x for x in listed if isinstance(x, str)]
+    return tuple(found)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moend.benchmarks.text import part
 from moend.budget import Arch
 from moend.methods.spec import Method
 from pipelines import calibrate
@@ -225,3 +226,19 @@ def test_calibrate_goes_on_past_a_budget_that_cannot_be_met(runs: Runs, monkeypa
     assert "predicted: 2.0 KiB by eq. 1" in runs.out
     made = list(runs.store.glob("reports/plan_2d_*/plan.json"))
     assert [json.loads(p.read_text())["t_ref"] for p in made] == [100]
+
+
+def test_a_calibration_that_has_read_the_benchmark_is_blocked(tmp_path: Path) -> None:
+    """The benchmark's own text given as calibration text; on the calibration split it is a caution."""
+    rows = ["benchmark=continuation", "benchmark.rows=2", "model=smollm2_135m", "budget=25%"]
+    quoted = " ".join(re.findall(r"[A-Za-z]+", part("test")[5000:5400]))
+    for method, blocked in (("2d_hetero", True), ("SnapKV", False), ("full", False)):
+        (cell,) = plan_of(tmp_path, *rows, f"method={method}", f"calibration.text={quoted}").cells
+        assert (cell.state == "blocked" and "has read" in cell.reason) == blocked, method
+    (cell,) = plan_of(tmp_path, *rows, "method=2d_hetero").cells
+    assert "has read" not in cell.reason
+    own = " ".join(re.findall(r"[A-Za-z]+", part("calibration")[5000:5400]))
+    (cell,) = plan_of(
+        tmp_path, *rows, "method=2d_hetero", "benchmark.split=calibration", f"calibration.text={own}"
+    ).cells
+    assert cell.state == "run" and "has read" in str(cell.facts.caution)
