@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -133,3 +134,15 @@ def test_constraints_pin_every_dependency_and_fit_any_torch_build() -> None:
             continue
         name = requirement.split(">")[0].split("<")[0].split("=")[0].lower().replace("_", "-")
         assert name in pinned, requirement
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "moend.def"])
+def test_a_container_installs_what_there_is(name: str) -> None:
+    """Nothing is built here: what the recipe names is compared with what the project declares."""
+    text = (ROOT / "containers" / name).read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    python = re.search(r"python:(3\.\d+)-slim", text)
+    (extras,) = re.findall(r"pip install \S+ -c constraints\.txt -e '\.\[([\w,]+)\]'", text)
+    assert python is not None and f">={python[1]}" == project["requires-python"]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"]) and "moend" in project["scripts"]
+    assert "gcc" in text and "git " in text

@@ -28,6 +28,8 @@ SWEEP = (
 )  # fmt: skip
 
 
+PLANTED = "a-key-that-nobody-may-find"  # in the environment of the command and so of its workers
+
 # Loaded by every Python that finds it on its path: records take a moment, so that faults find workers at work.
 SLOW = """
 import os, time
@@ -43,10 +45,10 @@ def run(store: Path, *args: str, slow: bool = False) -> tuple[int, str]:
     folder = store.parent / "slow"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(SLOW)
-    path = {"PYTHONPATH": str(folder)} if slow else {}
+    more = {"OMP_NUM_THREADS": "1", "HF_TOKEN": PLANTED, **({"PYTHONPATH": str(folder)} if slow else {})}
     done = subprocess.run(
         [sys.executable, "-m", "pipelines.run", f"paths.store={store}", *SWEEP, *args], cwd=ROOT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        env={**os.environ, **more}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, timeout=PATIENCE_S,
     )  # fmt: skip
     return done.returncode, done.stdout
@@ -115,6 +117,8 @@ def test_workers_are_killed_and_cancelled_and_nothing_is_lost_or_repeated(
     assert (store.report(name) / "table.csv").exists()
     assert status.main([f"paths.store={store.root}"]) == 0
     assert "4 cells: 4 done" in capsys.readouterr().out
+    holding = [p for p in store.root.rglob("*") if p.is_file() and PLANTED.encode() in p.read_bytes()]
+    assert not holding and len(list(store.root.rglob("*"))) > 50
 
 
 def test_a_worker_that_dies_alone_leaves_a_failure_with_its_log(tmp_path: Path, capsys: Any) -> None:
