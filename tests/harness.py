@@ -81,6 +81,40 @@ def recall_tasks(folder: Path, rows: int = 6, length: int = 128) -> list[str]:
     return ["recall_gen", "recall_choice", "recall_rolling"]
 
 
+def answer_tasks(folder: Path, rows: int = 4, length: int = 96) -> list[str]:
+    """Three tasks with answers: a regex filter, worked examples with two filters, and a metric of the whole corpus."""
+    recall_tasks(folder, rows, length)
+    lines = (folder / "recall_gen.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = [json.loads(line) for line in lines]
+    shared = {
+        "output_type": "generate_until",
+        "doc_to_text": "{{context}} {{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["?", "\n"], "max_gen_toks": 4},
+    }
+    first = [{"function": "regex", "regex_pattern": r"(\S+)"}, {"function": "take_first"}]
+    both = [{"function": "regex", "regex_pattern": r"^\s*(\S+ \S+)"}, {"function": "take_first"}]
+    write_task(
+        folder,
+        "recall_shots",
+        asked,
+        **shared,
+        fewshot_split="test",
+        num_fewshot=2,
+        description="the words are",
+        filter_list=[{"name": "one-word", "filter": first}, {"name": "both", "filter": both}],
+        metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    )
+    write_task(
+        folder,
+        "recall_bleu",
+        asked,
+        **shared,
+        metric_list=[{"metric": "bleu", "aggregation": "bleu", "higher_is_better": True}],
+    )
+    return ["recall_gen", "recall_shots", "recall_bleu"]
+
+
 def evaluate(model: Any, folder: Path, tasks: list[str], **how: Any) -> dict[str, Any]:
     """The harness' results and samples of local tasks."""
     from lm_eval import simple_evaluate

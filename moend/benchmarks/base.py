@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +114,7 @@ class Benchmark(ABC):
     prompt_version: ClassVar[int] = 1
     scorer_version: ClassVar[int] = 1
     scored_meta: ClassVar[tuple[str, ...]] = ()  # of a sample's meta, what `score` reads: records keep it
+    official: ClassVar[bool] = False  # whether results also hold what its own code makes of all records (`aggregated`)
     reasoning_factor: ClassVar[int] = 16  # PROTOCOLS: LongBench's 32, 64, 128 become 512, 1024, 2048
     # Fields that say where data lies or how much of it is used: `identity` replaces them with what they stand for.
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit")
@@ -272,6 +273,14 @@ class Benchmark(ABC):
         if self.reasoning and opened and THINK_END not in text:
             return None
         return after_thinking(text)
+
+    def unseen(self) -> str | None:
+        """Why question_visible=false means nothing for its prompts, in one line; None: questions can be hidden."""
+        return None
+
+    def aggregated(self, records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+        """What the benchmark's own code makes of all records of a cell: metrics by task. Read where `official`."""
+        return {}
 
     def caution(self, samples: int) -> str | None:
         """What a person should know who draws so many answers per example, in one line; None: nothing."""

@@ -137,6 +137,8 @@ class Planner:
         identity |= {"engine": ENGINE_VERSION, "scorer": None if made is None else made.version}
         if missing and spec.source == "hub" and hub.is_off():
             unreadable = unreadable or missing
+        if not config.question_visible and not (no_data or no_data_yet) and (why := bench.unseen()):
+            raise UserError(f"question_visible=false: {why}")
         if config.engine.timed and config.engine.fuse:
             raise UserError("engine.timed=true measures each cell by itself: set engine.fuse=false")
         if config.engine.timed and bench.kind == "nll":

@@ -56,6 +56,7 @@ def aggregate(cell: dict[str, Any], records: Records) -> dict[str, Any]:
         "unit": info["unit"],
         "scorer_version": payload["facts"]["benchmark"]["scorer_version"],
         "tasks": tasks,
+        "official": _official(cell, records),
         "grid": _grid(records),
         "turns": _turns(records),
         "answer_nll": fmean(nll) if nll else None,
@@ -117,6 +118,17 @@ def _diagnostics(records: Records) -> dict[str, Any]:
     if notes := Counter(d["note"] for d in said if "note" in d):
         found["notes"] = dict(notes)
     return found
+
+
+def _official(cell: dict[str, Any], records: Records) -> dict[str, dict[str, float]] | None:
+    """Metrics by task as the benchmark's own code computes them from all records; None where it has no such code."""
+    from moend.benchmarks import benchmark, implementation
+
+    fields = cell["info"].get("benchmark_config") or {}
+    if "type" not in fields or not implementation(fields["type"]).official:
+        return None
+    reasoning = bool((cell["payload"].get("generation") or {}).get("reasoning"))
+    return benchmark(fields, reasoning=reasoning).aggregated(records)
 
 
 def _turns(records: Records) -> list[dict[str, Any]] | None:
