@@ -118,6 +118,7 @@ class Benchmark(ABC):
     reasoning_factor: ClassVar[int] = 16  # PROTOCOLS: LongBench's 32, 64, 128 become 512, 1024, 2048
     # Fields that say where data lies or how much of it is used: `identity` replaces them with what they stand for.
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit")
+    endless: ClassVar[bool] = False  # whether a larger limit makes more examples: they are generated
     _cache: ClassVar[Path | None] = None  # of an instance: `at`
 
     def __post_init__(self) -> None:

@@ -62,6 +62,7 @@ class Niah(Benchmark):
     all_tasks: ClassVar[tuple[str, ...]] = ("niah",)
     begins_answer: ClassVar[bool] = True
     asks_several: ClassVar[bool] = True
+    endless: ClassVar[bool] = True
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "haystack_file")
 
     def __post_init__(self) -> None:

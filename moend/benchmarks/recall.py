@@ -123,6 +123,7 @@ class Recall(Benchmark):
     data_dir: str | None = None
 
     all_tasks: ClassVar[tuple[str, ...]] = ("num", "col", "hop", "both", "pass")
+    endless: ClassVar[bool] = True
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "data_dir")
     asks_several: ClassVar[bool] = True
     turn_tokens: ClassVar[int] = 5

@@ -51,6 +51,7 @@ class Ruler(Benchmark):
 
     begins_answer: ClassVar[bool] = True
     all_tasks: ClassVar[tuple[str, ...]] = tuple(TASKS)
+    endless: ClassVar[bool] = True
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "data_dir", "haystack_file", "cache_dir")
     prompt_version: ClassVar[int] = VERSION
 

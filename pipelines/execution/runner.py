@@ -10,7 +10,7 @@ import errno
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ from pipelines.store.lease import Busy, LeaseLost, forget, held
 POLL_S = 1.0
 
 
+Context = tuple[tuple[str, str], ...]  # (task, id) of the examples that share one
 Unit = tuple[list[Cell], int]  # cells of a group, and the shard of its examples
 
 
 class Runner:
     """The execution of a plan. Cells end `done`, `failed`, `blocked` or `infeasible`; one never takes others along.
 
-    shards: do these only, others do the rest (None: all of them). turn: begin there in the list of units, so that
+    shards: do these only, others do the rest (None: all of them). contexts: do these only, and leave cells that lack
+    others unfinished (None: all of them). turn: begin there in the list of units, so that
     workers that share one list meet late. patient: wait for cells that are in other hands; else leave them to those.
     missing: says why an artefact is not there where this process is not the
     one to compute it. ended: told of every cell that ends without a result. done: told of every cell that has one now.
@@ -50,6 +52,7 @@ class Runner:
         console: Console,
         *,
         shards: Sequence[int] | None = None,
+        contexts: Collection[Context] | None = None,
         turn: float = 0.0,
         patient: bool = True,
         missing: Callable[[CalibrationNeed], str] | None = None,
@@ -59,6 +62,7 @@ class Runner:
         self.plan, self.library, self.console = plan, library, console
         self.patient = patient
         self.shards, self.turn, self.missing, self.ended, self.done = shards, turn, missing, ended, done
+        self.contexts = contexts
 
     def run(self) -> None:
         """Calibrate, then work through the units until every cell has reached an end, as far as it is ours."""
@@ -77,7 +81,7 @@ class Runner:
                         told = True
                     time.sleep(POLL_S)
                 waiting = busy
-        if self.shards is None:
+        if self.shards is None and self.contexts is None:
             lost = [c for group in self.plan.groups for c in _running(group)]
             self._fail(lost, RuntimeError("records are missing although nothing failed"), self.plan.name)
 
@@ -91,8 +95,13 @@ class Runner:
 
     def _ours(self, cell: Cell, index: int) -> list[RecordKey]:
         """The records of a shard that the plan found missing."""
-        examples = {x for context in cell.facts.contexts[index :: _count([cell])] for x in context}
+        examples = {x for context in self._contexts(cell, index) for x in context}
         return [k for k in cell.missing if k[:2] in examples]
+
+    def _contexts(self, cell: Cell, index: int) -> list[Context]:
+        """The contexts of a shard that are to be done."""
+        mine = cell.facts.contexts[index :: _count([cell])]
+        return [context for context in mine if self.contexts is None or context in self.contexts]
 
     def calibrate(self, only: str | None = None) -> None:
         """Load or compute every artefact, or one; cells whose artefact is refused are blocked, with the reason."""
@@ -141,18 +150,18 @@ class Runner:
             cells = [c for c in group if c.key in shards]
             try:
                 if cells:
-                    self._shard(cells, shards, index, _count(group), advance)
+                    self._shard(cells, shards, index, advance)
             except LeaseLost:  # this process slept for long, and another one went on with its work
                 busy += _running(cells)
         for cell in (c for c in _running(group) if c not in busy):
             self._finish(cell)
         return busy
 
-    def _shard(self, cells: list[Cell], shards: dict[str, Shard], index: int, count: int, advance: Any) -> None:
+    def _shard(self, cells: list[Cell], shards: dict[str, Shard], index: int, advance: Any) -> None:
         try:
             done = {c.key: self.plan.store.cell(c.key).done() for c in cells}
             session = None
-            for examples in cells[0].facts.contexts[index::count]:
+            for examples in self._contexts(cells[0], index):
                 jobs = [
                     (c, draw)
                     for c in cells

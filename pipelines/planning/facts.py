@@ -156,7 +156,11 @@ class Planner:
         if arch is not None:
             length, new = lengths(bench, arch, config)
             full = arch.full_bytes(length)
-            cell = full if method.keeps_all else min(Budget.parse(config.budget).to_bytes(arch, length), full)
+            cell = (
+                full
+                if method.keeps_all and not method.quantises
+                else min(Budget.parse(config.budget).to_bytes(arch, length), full)
+            )
             asked = canonical(
                 [config.method, config.calibration, config.budget, config.budget_protocol, config.budget_at]
             )
