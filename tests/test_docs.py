@@ -103,7 +103,7 @@ def commands() -> list[str]:
         for match in COMMAND.finditer(text):
             command = re.sub(r"\s+#.*", "", match[1]).strip()
             command = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", command)
-            if not re.match(r"moend (?!list|run|calibrate|export|completion)", command):  # a sentence begins so, too
+            if not re.match(r"moend (?!list|run|calibrate|choose|export|completion)", command):  # a sentence begins so, too
                 found.append(command)
     return sorted(set(found))
 
@@ -128,7 +128,7 @@ def test_a_command_is_understood(
     monkeypatch.setenv("MOEND_STORE", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     verb, *args = shlex.split(re.sub(r"^(python -m pipelines\.|moend )", "", command))
-    if verb in ("run", "calibrate", "prefetch") and "--help" not in args:
+    if verb in ("run", "calibrate", "choose", "prefetch") and "--help" not in args:
         tail = ["-m"] * ("-m" in args)
         args = [*(a for a in args if a != "-m"), "dry_run=true", f"paths.store={tmp_path}", *tail]
         args = [a for a in args if not a.startswith("cluster")]  # a submission is tested in tests/slurm
