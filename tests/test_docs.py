@@ -103,7 +103,7 @@ def commands() -> list[str]:
         for match in COMMAND.finditer(text):
             command = re.sub(r"\s+#.*", "", match[1]).strip()
             command = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", command)
-            if not re.match(r"moend (?!list|run|calibrate|choose|export|completion)", command):  # a sentence begins so, too
+            if not re.match(r"moend (?!list|run|calibrate|choose|export|completion)", command):  # else a sentence
                 found.append(command)
     return sorted(set(found))
 
