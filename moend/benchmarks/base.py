@@ -13,8 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from moend.benchmarks import terms
 from moend.benchmarks.answers.extract import THINK_END, after_thinking
 from moend.benchmarks.hub import HubFile
+from moend.benchmarks.terms import Terms
 from moend.budget import Arch
 from moend.errors import Blocked, UserError, unknown
 
@@ -114,7 +116,6 @@ class Benchmark(ABC):
     prompt_version: ClassVar[int] = 1
     scorer_version: ClassVar[int] = 1
     scored_meta: ClassVar[tuple[str, ...]] = ()  # of a sample's meta, what `score` reads: records keep it
-    official: ClassVar[bool] = False  # whether results also hold what its own code makes of all records (`aggregated`)
     reasoning_factor: ClassVar[int] = 16  # PROTOCOLS: LongBench's 32, 64, 128 become 512, 1024, 2048
     # Fields that say where data lies or how much of it is used: `identity` replaces them with what they stand for.
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit")
@@ -275,12 +276,21 @@ class Benchmark(ABC):
             return None
         return after_thinking(text)
 
+    def data_sets(self) -> tuple[str, ...]:
+        """Names of the data sets that the samples are made of, as the table of `moend.benchmarks.terms` has them."""
+        return ()
+
+    def terms(self) -> tuple[Terms, ...]:
+        """Licence and terms of those data sets."""
+        return terms.of(*self.data_sets())
+
     def unseen(self) -> str | None:
         """Why question_visible=false means nothing for its prompts, in one line; None: questions can be hidden."""
         return None
 
     def aggregated(self, records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        """What the benchmark's own code makes of all records of a cell: metrics by task. Read where `official`."""
+        """What the benchmark's own code makes of all records of a cell, metrics by task: for one whose `score` gives
+        `metrics`."""
         return {}
 
     def caution(self, samples: int) -> str | None:

@@ -71,6 +71,10 @@ class Competition(Benchmark):
         if self.data_dir is None and len(self.task_names) > 1:
             raise UserError(f"benchmark.revision is of one data set: {self.name} reads one task from the hub at a time")
 
+    def data_sets(self) -> tuple[str, ...]:
+        """AIME's or MATH's."""
+        return tuple("AIME" if SETS[task].kind == "integer" else "MATH" for task in self.task_names)
+
     def metric(self, task: str) -> str:
         """Exact integer for AIME, equality of formulas for MATH."""
         return "exact_integer" if SETS[task].kind == "integer" else "math_equal"

@@ -38,6 +38,10 @@ class Continuation(Benchmark):
         if self.length is None:
             raise UserError(f"benchmark.length of {self.name} must be a number of tokens")
 
+    def data_sets(self) -> tuple[str, ...]:
+        """The text's."""
+        return ("own" if self.text_file else "jargon",)
+
     def metric(self, task: str) -> str:
         """Negative log-likelihood."""
         return "nll"

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from moend.benchmarks.base import Benchmark, Rendered, Sample
 from moend.benchmarks.prompts import added_bos, encode
+from moend.benchmarks.terms import Terms
 from moend.budget import Arch
 from moend.errors import Blocked, UserError, unknown
 from moend.models.hub import is_off
@@ -54,7 +55,6 @@ class Harness(Benchmark):
 
     run_only: ClassVar[tuple[str, ...]] = ("rows", "limit", "include_path")
     scored_meta: ClassVar[tuple[str, ...]] = ("doc_id",)
-    official: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.tasks, str):
@@ -114,6 +114,15 @@ class Harness(Benchmark):
         """The base's, with the harness' version and each task's version and configuration."""
         tasks = {} if self.absent() else {name: _described(task) for name, task in self.loaded.items()}
         return {**super().identity(), "harness": {"lm_eval": version("lm_eval"), "tasks": tasks}}
+
+    def terms(self) -> tuple[Terms, ...]:
+        """Of each task's data set: where its terms stand."""
+        tasks = {} if self.absent() else self.loaded
+        found = {name: str(task.DATASET_PATH or "made by the task's code") for name, task in tasks.items()}
+        return tuple(
+            Terms(name, f"{name} of lm_eval, data from {found.get(name, 'the hub')}", "as its own card says")
+            for name in self.task_names
+        )
 
     # Samples
 

@@ -103,6 +103,10 @@ class LongOutput(Benchmark):
         if self.length is not None:
             raise UserError(f"benchmark.length={self.length}: {self.name} is sized by benchmark.words")
 
+    def data_sets(self) -> tuple[str, ...]:
+        """Lists made here, and sentences of our own."""
+        return ("generated", "topics")
+
     def metric(self, task: str) -> str:
         """How far the answer is right."""
         return "right_prefix"

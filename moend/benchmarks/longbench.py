@@ -108,6 +108,10 @@ class LongBench(Benchmark):
         if self.data_dir is None and not self.revision:
             raise UserError("benchmark.revision must name the data's commit where benchmark.data_dir is null")
 
+    def data_sets(self) -> tuple[str, ...]:
+        """The collection, and what each task was made of."""
+        return ("LongBench", *self.task_names)
+
     def metric(self, task: str) -> str:
         """The task's official metric."""
         return str(TABLE[task]["metric"])

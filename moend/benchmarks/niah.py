@@ -92,6 +92,11 @@ class Niah(Benchmark):
         if self.haystack_file is not None and self.haystack != "text":
             raise UserError("benchmark.haystack_file needs benchmark.haystack=text")
 
+    def data_sets(self) -> tuple[str, ...]:
+        """The haystack's."""
+        known = {"text": "own" if self.haystack_file else "jargon", "topics": "topics"}
+        return (known.get(str(self.haystack), "generated"),)
+
     def metric(self, task: str) -> str:
         """Exact match."""
         return "exact_match"

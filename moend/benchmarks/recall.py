@@ -141,6 +141,10 @@ class Recall(Benchmark):
                 f" at most {len(self.task_names)} questions or leave pass out of benchmark.tasks"
             )
 
+    def data_sets(self) -> tuple[str, ...]:
+        """None but the generator, or files of the user's own."""
+        return ("own" if self.data_dir else "generated",)
+
     def metric(self, task: str) -> str:
         """Exact match."""
         return "exact_match"

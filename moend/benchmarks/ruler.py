@@ -62,6 +62,11 @@ class Ruler(Benchmark):
         if self.data_dir is not None and self.split != "test":
             raise UserError("benchmark.data_dir holds evaluation rows: benchmark.split=calibration needs null")
 
+    def data_sets(self) -> tuple[str, ...]:
+        """The haystack's, and those of the documents that are read."""
+        read = ("SQuAD", "HotpotQA") if self.data_dir else ()
+        return ("generated", "own" if self.haystack_file else "jargon", *read)
+
     def metric(self, task: str) -> str:
         """Substring match of all answers, or of one of them; generated documents are no SQuAD and say so."""
         made = isinstance(TASKS[task], Documents) and self.data_dir is None

@@ -119,6 +119,7 @@ def page(
         failures=_failures(sweep),
         shared=shared,
         differing=differing,
+        licences=tables.terms(sweep.rows),
     )
 
 

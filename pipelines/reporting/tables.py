@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moend.errors import UserError
 from moend.statistics import Difference
 from pipelines.cli.terminal import size
 from pipelines.reporting import equal_memory
@@ -416,3 +418,17 @@ def published(value: float, halved: float | None) -> str:
 def number(value: float) -> str:
     """Three significant digits or one decimal, whichever is more."""
     return f"{value:.4g}" if abs(value) >= 100 or (value and abs(value) < 1) else f"{value:.3g}" if value else "0"
+
+
+def terms(rows: Sequence[Row]) -> list[str]:
+    """Licence and terms of the data that the cells used, a line for each data set."""
+    from moend.benchmarks import benchmark
+
+    found: dict[str, None] = {}
+    used = [row.info["benchmark_config"] for row in rows if row.info.get("benchmark_config")]
+    for fields in {json.dumps(x, sort_keys=True): x for x in used}.values():
+        try:
+            found |= dict.fromkeys(map(str, benchmark(fields).terms()))
+        except UserError as e:  # a benchmark of the user's own that is not on this machine
+            found[f"{fields.get('name')}: its terms are not known here ({e})"] = None
+    return list(found)
