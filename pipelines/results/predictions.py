@@ -29,13 +29,15 @@ USAGE = """Scores prediction files: LongBench's exactly as its own evaluation do
 
   python -m pipelines.score benchmark=longbench predictions=DIR [out=DIR] [e=true]
   python -m pipelines.score benchmark=math500 predictions=DIR [out=DIR]
+  python -m pipelines.score benchmark=lm_eval predictions=DIR [out=DIR]
 
   benchmark    longbench (all 21 tasks), longbench_moend, longbench_en, longbench_all, longbench_e;
-               math500, aime24, aime25
+               math500, aime24, aime25; lm_eval
   predictions  LongBench: a folder of <task>.jsonl (or one such file), one JSON object a line with
                pred, answers, all_classes, length.
                Math: <benchmark>.jsonl, in a folder or itself, with answer, text; lines that share an `id` are draws
                for one problem, and a text whose `finish_reason` is "length" was cut off
+               lm_eval: samples_<task>_<date>.jsonl as `lm_eval --log_samples` leaves them. Its own values count
   e            true: LongBench-E's length buckets 0-4k, 4-8k, 8k+ too (always with longbench_e)
   out          where result.json goes; default: the folder of the predictions. A result.json of another program that
                lies there is kept as result.published.json, and its scores are shown beside ours
@@ -314,7 +316,7 @@ def names() -> dict[str, str]:
     found = {}
     for path in paths.folder("conf", "benchmark").glob("*.yaml"):
         kind = yaml.safe_load(path.read_text(encoding="utf-8"))["type"]
-        if kind == "longbench" or path.stem in MATH:
+        if kind in ("longbench", "lm_eval") or path.stem in MATH:
             found[path.stem] = kind
     return found
 
@@ -332,6 +334,10 @@ def _scorer(name: str, e: str) -> Callable[[Path], Scored]:
     if not isinstance(bench, LongBench):
         if e:
             raise UserError(f"e={e} is for LongBench, not for {name}")
+        if known[name] == "lm_eval":
+            from pipelines.results.harness_files import score_lm_eval
+
+            return lambda source: score_lm_eval(source, bench.scorer_version)
         return lambda source: score_math(bench, source)
     return lambda source: score_longbench(bench, source, bench.e or e == "true")
 
