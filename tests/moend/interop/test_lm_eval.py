@@ -65,6 +65,7 @@ def test_where_all_is_kept_every_number_is_that_of_the_hf_model(loaded, stock, t
     assert mine["config"]["moend"]["method"] == "full"
 
 
+@pytest.mark.slow
 def test_a_small_budget_loses_what_the_task_asks_for(loaded, tasks):
     folder, names = tasks
     few = scores(evaluate(ours(loaded, "StreamingLLM", "10%", rolling=32), folder, names))
