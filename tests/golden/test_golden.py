@@ -15,6 +15,7 @@ def test_records_are_of_this_engine() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", records.MODELS)
 def test_records_did_not_change(model: str) -> None:
     """Every method generates, holds and keeps on this model what the records say.

@@ -133,6 +133,7 @@ def budgets(n: str, tight: tuple[str, ...]) -> tuple[str, ...]:
     return ("80%",) if method(n).keeps_all else tight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("visible", "tight"), [(True, ("8%", "40%")), (False, ("15%",))])
 def test_fused_equals_single(loaded, artefacts, examples, visible, tight):
     jobs = [
@@ -309,6 +310,7 @@ def test_caches_that_do_not_decode_yet_are_not_held(loaded, artefacts, examples,
     assert max(most) <= 2 * loaded.arch.layers
 
 
+@pytest.mark.slow
 @pytest.mark.req(1)
 @pytest.mark.parametrize(("visible", "protocol"), [(True, "paper"), (False, "matched")])
 def test_long_feeds_do_not_depend_on_company(loaded, artefacts, visible, protocol):

@@ -162,6 +162,7 @@ def test_what_was_generated_is_not_generated_again(
     assert passes <= fed + 3 * len(stops) + len(stops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [True, False])
 def test_sampled_rows_that_end_at_different_tokens(
     fuse: bool, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def test_the_history_grows_by_what_was_measured(tmp_path: Path, monkeypatch: pyt
     assert "| decode float32 SnapKV 10 %, times DynamicCache |  | 2.3 |" in text
 
 
+@pytest.mark.slow
 def test_trying_out_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def last_queries(rows: tuple[LayerKV, ...]) -> torch.Tensor | None:
     return torch.cat(held) if held else None
 
 
+@pytest.mark.slow
 @pytest.mark.req(5)
 @pytest.mark.req(13)
 @settings(deadline=None, max_examples=20)

@@ -66,6 +66,7 @@ SCHEDULES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(
     st.sampled_from([(8, 8), (8, 4), (4, 4), (2, 2), (16, 4), (8, 16)]),

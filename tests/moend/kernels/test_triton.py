@@ -55,6 +55,7 @@ STORAGES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=6)  # the interpreter takes a second for each
 @example(
     held=[(Storage(4, 8, 24, 5), 150, 70, True), (Storage(16, 2, 16, 0), 1, 1, False)], dim=40, group=3, new=2, split=64
@@ -87,6 +88,7 @@ def test_equals_attention_written_out(held, dim, group, new, split):
                     assert (ours[i] - reference).abs().max() < 1e-3
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     layer=st.one_of(layers(INTERPRETED), layers(INTERPRETED, offset=100.0)),

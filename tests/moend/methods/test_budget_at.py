@@ -35,6 +35,7 @@ def next_entry(b: BoundMethod, spec: LayerSpec, new: int) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.req(4)
 @settings(deadline=None, max_examples=400)
 @example("2d_uniform", "6%", 330, 2, "prompt")  # the next entry opens a group of K
@@ -93,6 +94,7 @@ def test_the_papers_protocol_is_stated_after_the_prompt():
         bound("1d", 300, at="peek")
 
 
+@pytest.mark.slow
 def test_the_table_of_bytes_is_as_the_page_says():
     text = PAGE.read_text(encoding="utf-8")
     assert written(text) == text, "python -m tests.bytes_table"

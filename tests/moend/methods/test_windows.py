@@ -81,6 +81,7 @@ def layers(cache: CompressedCache) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(list(MODELS)),

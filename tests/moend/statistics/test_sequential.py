@@ -124,6 +124,7 @@ def test_a_thousand_tournaments() -> None:
     print(f"wrong {wrong}, decided {decided} of 1000, records {records / 1000 / fixed / len(losses):.2f} of fixed")
 
 
+@pytest.mark.slow
 def test_on_the_limit_cells_stay_open_and_wrong_answers_stay_rare() -> None:
     rng, wrong = np.random.default_rng(3), 0
     for _ in range(200):

@@ -75,6 +75,7 @@ CHOICES = st.sampled_from(sorted(GROUPS)).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(["method=1d", "budget=10%", "seed=3", "method.group=32", "benchmark.tasks=[niah]"])
 @example(["method.beta=2", "+method.beta=3"])

@@ -164,6 +164,7 @@ def test_a_worker_refuses_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
         worker.refuse_other_code(str(path), submission)
 
 
+@pytest.mark.slow
 @pytest.mark.req(17)
 @pytest.mark.parametrize(("restarts", "why"), [("21", "cluster.requeues allows 20"), ("20", "not the one that was")])
 def test_requeues_are_bounded_whoever_asks_for_them(

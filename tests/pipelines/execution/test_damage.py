@@ -29,6 +29,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.req(20)
 def test_a_table_is_measured_shown_drawn_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = [f"paths.store={tmp_path}", *SMALL, "budget=25%"]
@@ -55,6 +56,7 @@ def test_a_table_is_measured_shown_drawn_and_used(tmp_path: Path, capsys: pytest
     assert sorted(made) == ["agreement", "damage"]  # the same table serves both programs
 
 
+@pytest.mark.slow
 @pytest.mark.req(20)
 def test_heads_are_measured_shown_and_routed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = [f"paths.store={tmp_path}", *SMALL, "budget=10%"]

@@ -26,6 +26,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.req(20)
 def test_a_profile_is_measured_shown_drawn_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = [f"paths.store={tmp_path}", *SMALL]

@@ -51,6 +51,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return load(store)
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_its_figures(sweep: Sweep, tmp_path: Path) -> None:
     made = figures.pictures(sweep)
     names = [p.name for p in made]

@@ -101,6 +101,7 @@ def test_superseded_cells_are_counted() -> None:
     assert tables.marked([row, row]) == "2 of 2 cells are superseded: this code gives other numbers."
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_where_they_are_shown_or_asked_for(tmp_path: Path) -> None:
     store = Store(tmp_path)
     cells = [{"method": m, "budget": "0.1r", "benchmark": f"text{i}"} for i in range(4) for m in ("1d", "SnapKV")]
@@ -118,6 +119,7 @@ def test_figures_are_drawn_where_they_are_shown_or_asked_for(tmp_path: Path) -> 
     assert (folder / "index.html").read_text(encoding="utf-8").count('id="figure-kept_tokens') == report.SHOWN
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_long_reports_are_folded_and_whole(tmp_path: Path) -> None:
     """Every cell and difference is on the page; tables that are long together are one archive."""

@@ -81,6 +81,7 @@ COMMAND = [
 ]
 
 
+@pytest.mark.slow
 def test_records_tell_what_was_kept_and_how_bytes_grew(tmp_path: Path, undrawn: None) -> None:
     how = ["generation.temperature=40", "generation.max_new_tokens=300", "generation.samples=2", "engine.kept=heads"]
     assert run.main([f"paths.store={tmp_path}", *COMMAND, *how]) == 0

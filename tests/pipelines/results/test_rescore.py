@@ -158,6 +158,7 @@ def test_the_grid_of_a_result_is_the_mean_at_every_place() -> None:
     assert results._grid([{"score": 1}]) is None
 
 
+@pytest.mark.slow
 def test_a_sweep_with_grids_draws_a_heatmap(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.drawn = True
     assert runs("method=1d,full", "question_visible=true,false", "-m") == 0
