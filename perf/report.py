@@ -102,7 +102,7 @@ def build(
             "method": spec["method"],
             "benchmark": spec["benchmark"],
             "label": f"{spec['method']} {spec['budget']} {spec['benchmark']}",
-            "benchmark_config": {"name": spec["benchmark"], "type": "made_up", "length": spec.get("length")},
+            "benchmark_config": {"name": spec["benchmark"], "type": "recall", "length": spec.get("length")},
             "metrics": dict.fromkeys(tasks, "exact_match"),
             "unit": "nats" if spec.get("lower") else "fraction",
             "higher_is_better": not spec.get("lower"),
