@@ -9,6 +9,7 @@ from moend.statistics.paired import (
     holm,
     mcnemar_exact,
     paired_bootstrap,
+    paired_error,
     paired_share,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "holm",
     "mcnemar_exact",
     "paired_bootstrap",
+    "paired_error",
     "paired_share",
     "score_interval",
     "summarise",

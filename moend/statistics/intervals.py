@@ -206,6 +206,21 @@ def clusters(
     ]
 
 
+def standard_error(groups: Sequence[Stratum]) -> float | None:
+    """Standard error of the macro mean of strata; None where a stratum has one context, which tells no spread.
+
+    A stratum's mean is a ratio of two sums over its m contexts, examples' scores y_c by their numbers n_c. Its variance
+    is m / (m - 1) sum_c (y_c - mean n_c)^2 / (sum_c n_c)^2 (Cochran 1977, section 9A): s^2 / n where nothing is shared.
+    """
+    if any(len(g.sums) < 2 for g in groups):
+        return None
+    total = 0.0
+    for g in groups:
+        m = len(g.sums)
+        total += m / (m - 1) * float(((g.sums - g.mean * g.sizes) ** 2).sum()) / g.examples**2
+    return math.sqrt(total) / len(groups)
+
+
 def resampled(groups: list[Stratum], seed: int, level: float, method: str, resamples: int) -> Interval:
     """The bootstrap of `bootstrap`, of values that `clusters` made."""
     estimate = float(np.mean([g.mean for g in groups]))

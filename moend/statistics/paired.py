@@ -10,7 +10,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moend.statistics.intervals import BLOCK, NORMAL, RESAMPLES, Floats, Interval, Stratum, binary, clusters, resampled
+from moend.statistics.intervals import (
+    BLOCK,
+    NORMAL,
+    RESAMPLES,
+    Floats,
+    Interval,
+    Stratum,
+    binary,
+    clusters,
+    resampled,
+    standard_error,
+)
 
 EXACT = 13  # so many differing pairs have fewer sign patterns than we would draw
 
@@ -25,6 +36,7 @@ class Difference:
     p: float
     n: int  # examples
     test: Literal["sign flips", "mcnemar"]
+    se: float | None = None  # standard error of the mean: 0.0 where the two never differ, None where it is not known
 
 
 def paired_bootstrap(
@@ -56,10 +68,11 @@ def paired_bootstrap(
 def _paired(groups: list[Stratum], seed: int, level: float, resamples: int) -> Difference:
     """`paired_bootstrap` of the differences of examples, task by task."""
     p, n = _sign_flips(groups, seed, resamples), sum(g.examples for g in groups)
+    se = standard_error(groups)
     if all(np.ptp(g.means) == 0 for g in groups):
-        return Difference(float(np.mean([g.mean for g in groups])), None, None, p, n, "sign flips")
+        return Difference(float(np.mean([g.mean for g in groups])), None, None, p, n, "sign flips", se)
     interval = resampled(groups, seed, level, "bca", resamples)
-    return Difference(interval.value, interval.low, interval.high, p, n, "sign flips")
+    return Difference(interval.value, interval.low, interval.high, p, n, "sign flips", se)
 
 
 def paired_share(first: int, second: int, n: int, level: float = 0.95) -> Interval:
@@ -136,13 +149,7 @@ def compare(
     ValueError where the two do not hold the same examples.
     """
     x, y = (c if isinstance(c, Examples) else examples(c) for c in (a, b))
-    theirs = y.means
-    if x.keys != y.keys:
-        place = {k: i for i, k in enumerate(y.keys)}
-        if place.keys() != set(x.keys):
-            both = len(place.keys() & set(x.keys))
-            raise ValueError(f"the cells share {both} of {len(place.keys() | set(x.keys))} examples")
-        theirs = y.means[[place[k] for k in x.keys]]
+    theirs = _aligned(x, y)
     n, tasks = len(x.keys), [task for task, _ in x.keys]
     if not n:
         raise ValueError("no values")
@@ -150,13 +157,31 @@ def compare(
     alone = all(c is None for c in x.contexts)
     if alone and x.records == y.records == n and len(strata) == 1 and binary(x.means) and binary(theirs):
         share = paired_share(int((x.means > theirs).sum()), int((x.means < theirs).sum()), n, level)
-        return Difference(share.value, share.low, share.high, mcnemar_exact(x.means, theirs), n, "mcnemar")
+        p, se = mcnemar_exact(x.means, theirs), standard_error([Stratum(x.means - theirs, np.ones(n))])
+        return Difference(share.value, share.low, share.high, p, n, "mcnemar", se)
     difference = x.means - theirs
     if not alone:
         return _paired(clusters(difference.tolist(), x.keys, tasks, x.contexts), seed, level, RESAMPLES)
     of = np.array(tasks)
     mine = [difference[of == task] for task in strata]
     return _paired([Stratum(d, np.ones(len(d))) for d in mine], seed, level, RESAMPLES)
+
+
+def _aligned(x: Examples, y: Examples) -> Floats:
+    """The means of y in the order of x's examples; ValueError where the two do not hold the same."""
+    if x.keys == y.keys:
+        return y.means
+    place = {k: i for i, k in enumerate(y.keys)}
+    if place.keys() != set(x.keys):
+        both = len(place.keys() & set(x.keys))
+        raise ValueError(f"the cells share {both} of {len(place.keys() | set(x.keys))} examples")
+    return y.means[[place[k] for k in x.keys]]
+
+
+def paired_error(x: Examples, y: Examples) -> float | None:
+    """Standard error of the mean difference of two cells on the same examples, as in `compare`, without its tests."""
+    difference = x.means - _aligned(x, y)
+    return standard_error(clusters(difference.tolist(), x.keys, [task for task, _ in x.keys], x.contexts))
 
 
 def _sign_flips(groups: list[Stratum], seed: int, resamples: int) -> float:

@@ -4,6 +4,7 @@ The comparison is the paired test of two means over the same examples, in its no
 differences of standard deviation s, a true difference d is seen at level alpha with power 1 - beta once
 n >= (z(1 - alpha/2) + z(1 - beta))^2 s^2 / d^2 (Lachin 1981). Without earlier differences the worst case is assumed:
 for scores in [0, 1] whose pairs differ in a share q of the examples s^2 = q - d^2, and q is taken to be `discordant`.
+The best case is q = d: one of the two is never worse. What it cannot show, nothing can.
 """
 
 from __future__ import annotations
@@ -43,12 +44,28 @@ def examples_needed(
 
 
 def smallest_difference(
-    n: int, s: float | None = None, *, level: float = 0.95, power: float = 0.8, discordant: float = WORST
+    n: float, s: float | None = None, *, level: float = 0.95, power: float = 0.8, discordant: float = WORST
 ) -> float:
-    """The smallest true difference that n examples show with the power asked; s as for `examples_needed`."""
+    """The smallest true difference that n examples show with the power asked; s as for `examples_needed`.
+
+    n is no whole number where examples share contexts and count as fewer.
+    """
     if n < 2:
         raise ValueError(f"a comparison needs at least two examples, got {n}")
     k = _quantiles(level, power) ** 2 / n
     if s is not None:
         return min(math.sqrt(k) * s, 1.0)
     return min(math.sqrt(k * discordant / (1 + k)), 1.0)  # d^2 = k (q - d^2)
+
+
+def least_difference(n: float, *, level: float = 0.95, power: float = 0.8) -> float:
+    """The smallest difference of scores in [0, 1] that n examples show in the best case: d^2 = k (d - d^2)."""
+    if n < 2:
+        raise ValueError(f"a comparison needs at least two examples, got {n}")
+    k = _quantiles(level, power) ** 2 / n
+    return k / (1 + k)
+
+
+def seen(se: float, *, level: float = 0.95, power: float = 0.8) -> float:
+    """The smallest true difference that a comparison of this standard error shows with the power asked."""
+    return _quantiles(level, power) * se
