@@ -104,7 +104,7 @@ def measured(store: Store, model: str, identity: Any) -> Speed | None:
     prompt = new = 0
     prefill = decode = 0.0
     cells = 0
-    for folder in _newest(store):
+    for folder in newest(store):
         try:
             described = json.loads((folder / "payload.json").read_text(encoding="utf-8"))
             mine = described["payload"]["facts"]["model"] == identity
@@ -126,7 +126,7 @@ def measured(store: Store, model: str, identity: Any) -> Speed | None:
     return Speed(prefill / prompt, 0.0, decode / max(new, 1), source)
 
 
-def _newest(store: Store) -> Iterable[Any]:
+def newest(store: Store) -> Iterable[Any]:
     results = ((p.stat().st_mtime_ns, p.parent) for p in (store.root / "cells").glob("*/result.json"))
     return [folder for _, folder in sorted(results, reverse=True)[:LOOKED_AT]]
 

@@ -20,7 +20,7 @@ from moend.errors import UserError
 from pipelines.cli.hydra import Point
 from pipelines.cli.states import State
 from pipelines.cli.terminal import budget, question, say, size
-from pipelines.planning import identity
+from pipelines.planning import identity, power
 from pipelines.planning.estimate import estimate
 from pipelines.planning.facts import Facts, Planner
 from pipelines.planning.needs import CalibrationNeed
@@ -282,6 +282,8 @@ def show(plan: Plan, console: Console, *, detail: bool | Literal["full"]) -> Non
         if needed := plan.state_bytes():
             say(console, f"  disk for the state of long answers while they run: up to {size(needed)}")
         say(console, f"  time: {estimate(plan)}")
+        for line in power.lines(plan, detail=bool(detail)):
+            say(console, f"  {line}")
     if detail == "full":
         for c in plan.cells:
             console.print(f"\n# {c.key} {c.state}: {c.label}", markup=False, highlight=False, soft_wrap=True)
