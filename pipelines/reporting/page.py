@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.cli.terminal import budget, duration, size
-from pipelines.reporting import equal_memory, tables
+from pipelines.reporting import equal_memory, pareto, tables
 from pipelines.reporting.figures import Picture
 from pipelines.reporting.match import Comparison, headlines
 from pipelines.results.deltas import Delta
@@ -91,6 +91,7 @@ def page(
         facts=_facts(sweep),
         sections=[
             ("scores", "Scores", True),
+            ("pareto", "Score against bytes", sweep.fronts),
             ("papers", "Beside the papers", papers or others),
             ("figures", "Figures", pictures),
             ("differences", "Paired differences", sweep.differences),
@@ -111,6 +112,7 @@ def page(
         rest=_differences("deltas", rest, search=True) if rest else None,
         did=_plain("did", tables.DIAGNOSED_TITLES, tables.diagnosed(sweep)),
         equal=_plain("equal", equal_memory.TITLES, [x.line for x in equal_memory.equal_memory(sweep)]),
+        fronts=[(f.title, f.answer, _plain("", pareto.TITLES, pareto.lines(f))) for f in sweep.fronts],
         tasks=tasks,
         cells=_cells(sweep),
         run=_run(sweep),

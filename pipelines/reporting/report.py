@@ -15,7 +15,7 @@ from moend.errors import unknown
 from pipelines.cli.args import parse, program, store_default, store_path
 from pipelines.cli.terminal import console, fit, say
 from pipelines.planning.identity import key
-from pipelines.reporting import latex, tables
+from pipelines.reporting import latex, pareto, tables
 from pipelines.reporting.figures import Picture
 from pipelines.reporting.tables import DELTA_TITLES, TITLES, ablations, notes
 from pipelines.results.deltas import Delta
@@ -44,7 +44,8 @@ USAGE = """A sweep as one page with tables and figures, from its files alone.
 
 Writes to <store>/reports/<sweep>/: index.html, one file that needs nothing else (published numbers beside ours, where a
 paper has them); table.csv, tasks.csv, deltas.csv (paired differences of all methods), published.csv, table.md,
-tables.tex; the figures. A sweep that is not complete gives a partial report that says so.
+pareto.md (the frontier of score and bytes, to paste), tables.tex; the figures. A sweep that is not complete gives a
+partial report that says so.
 Exit codes: 0 complete, 2 a mistake in the command, 3 some cells are incomplete."""
 
 
@@ -126,6 +127,7 @@ def write(
         "deltas.csv": tables.deltas_csv(differences),
         **({"published.csv": tables.published_csv(published)} if published else {}),
         "table.md": tables.markdown(sweep, published),
+        **({"pareto.md": pareto.markdown(sweep.fronts)} if sweep.fronts else {}),
         "tables.tex": latex.latex(sweep, published),
     }
     for file, text in files.items():

@@ -326,14 +326,14 @@ def markdown(sweep: Sweep, compared: Sequence[Comparison]) -> str:
     """table.md: all cells, the differences of the ablation chain, and published numbers beside ours."""
     m = sweep.manifest
     lines = [f"# {sweep.name}", "", f"`{m['command']}`, {m['created']}", "", *partial(sweep)]
-    lines += _grid(("model", *TITLES), [[row.info["model"], *cells(row)] for row in sweep.rows])
+    lines += grid(("model", *TITLES), [[row.info["model"], *cells(row)] for row in sweep.rows])
     lines += ["", *(f"{n}\n" for n in notes(sweep.rows))]
     if did := diagnosed(sweep):
-        lines += ["## What methods did", "", *_grid(DIAGNOSED_TITLES, did), ""]
+        lines += ["## What methods did", "", *grid(DIAGNOSED_TITLES, did), ""]
     if chain := ablations(sweep.differences):
-        lines += ["## Paired differences", "", *_grid(DELTA_TITLES, chain), ""]
+        lines += ["## Paired differences", "", *grid(DELTA_TITLES, chain), ""]
     if equal := equal_memory.equal_memory(sweep):
-        lines += ["## At equal measured memory", "", *_grid(equal_memory.TITLES, [x.line for x in equal]), ""]
+        lines += ["## At equal measured memory", "", *grid(equal_memory.TITLES, [x.line for x in equal]), ""]
     if compared:
         lines += ["## Published numbers beside ours", "", "Published columns hold what the papers print.", ""]
     last = None
@@ -343,7 +343,7 @@ def markdown(sweep: Sweep, compared: Sequence[Comparison]) -> str:
         last = c.table
         lines += [caption(c), ""]
         head, body = beside(c)
-        lines += [*_grid(head, body), ""]
+        lines += [*grid(head, body), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -355,7 +355,9 @@ def partial(sweep: Sweep) -> list[str]:
     return [f"**Partial: {len(missing)} of {n} cells are incomplete and enter no mean and no difference.**", ""]
 
 
-def _grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table, line by line."""
+
     def line(texts: Iterable[str]) -> str:
         return "| " + " | ".join(t.replace("|", "\\|") for t in texts) + " |"
 

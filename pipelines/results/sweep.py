@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moend.errors import Blocked
 from moend.version import ENGINE_VERSION, numbers_stand
@@ -17,6 +17,9 @@ from pipelines.planning.identity import differences, upgrade
 from pipelines.results.deltas import Delta, Scored, deltas
 from pipelines.store.cells import Store
 from pipelines.store.files import read_json
+
+if TYPE_CHECKING:
+    from pipelines.results.pareto import Front
 
 CALIBRATED = "calibrated"  # the state of a cell whose calibrations and plan were made, and nothing else
 GONE = ("incomplete", "failed", "blocked")  # states that a rerun of the command may change
@@ -202,6 +205,13 @@ class Sweep:
     def missing(self) -> list[Row]:
         """Cells that a rerun could still complete."""
         return [row for row in self.rows if row.state.startswith(GONE)]
+
+    @functools.cached_property
+    def fronts(self) -> list[Front]:
+        """Score against bytes, a table each."""
+        from pipelines.results.pareto import fronts
+
+        return fronts(self)
 
     def records(self, row: Row) -> list[dict[str, Any]]:
         """A complete cell's records."""

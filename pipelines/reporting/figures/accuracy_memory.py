@@ -165,14 +165,14 @@ def _panel(
     axis.set_xscale("log")
     low, high = min(bytes_seen), max(bytes_seen)
     axis.set_xlim(low / 1.35, high * 1.35)
-    ticks = _ticks(low, high)
+    ticks = ticks_of(low, high)
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
     axis.set_xlabel(f"resident cache {'at its peak' if _at_peak(results[0]) else 'after the prompt'}, MiB (log)")
     style.score_axis(axis, results)
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks_of(low: float, high: float) -> list[float]:
     """Two to six readable values (1, 2, 5 times powers of ten, or finer) inside a range."""
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), tuple(i / 10 for i in range(10, 100, 2))):
         powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)

@@ -63,6 +63,7 @@ def test_a_sweep_gives_its_figures(sweep: Sweep, tmp_path: Path) -> None:
         "routing_map_a_model",
         "anchors_a_model",
     }
+    expected |= {"pareto_text_a_model_visible", "pareto_likelihood_a_model_visible"}
     expected |= {"peak_memory_a_model", "kept_tokens_text_a_model_visible", "kept_tokens_likelihood_a_model_visible"}
     assert set(names) == expected and len(set(names)) == len(names)
     for p in made:

@@ -110,7 +110,7 @@ def test_figures_are_drawn_where_they_are_shown_or_asked_for(tmp_path: Path) -> 
     text = report.write(store, "made_up", [])[0].read_text(encoding="utf-8")
     kept = sorted(p.name for p in folder.glob("kept_tokens*.png"))
     assert len(kept) == report.SHOWN and not list(folder.glob("*.pdf"))
-    assert "There are more of: kept tokens. This command draws all of them" in text and "figures=all" in text
+    assert "There are more of: pareto, kept tokens. This command draws all of them" in text and "figures=all" in text
     assert report.main([f"paths.store={store.root}", "figures=none"]) == 0
     assert not list(folder.glob("*.png"))
     report.write(store, "made_up", [], drawn="all")
