@@ -23,7 +23,8 @@ def latex(sweep: Sweep, compared: Sequence[Comparison]) -> str:
             ]
             body.append([tex(name), *(_tex_score(r, m) for r, m in zip(line, marks, strict=True))])
         out += _tabular(
-            f"{p.title}. Scores with 95 % intervals; below, bytes after the prompt and at the peak; bold: best.",
+            f"{p.title}. Scores with 95 % intervals; below, bytes after the prompt and at the peak; bold: best. "
+            f"{p.detectable(sweep.differences)}",
             head,
             body,
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.cli.terminal import budget, duration, size
-from pipelines.reporting import equal_memory, pareto, tables
+from pipelines.reporting import detectable, equal_memory, pareto, tables
 from pipelines.reporting.figures import Picture
 from pipelines.reporting.match import Comparison, headlines
 from pipelines.results.deltas import Delta
@@ -101,7 +101,7 @@ def page(
         ],
         open_tables=OPEN,
         long=LONG,
-        pivots=[_pivot(p) for p in pivots],
+        pivots=[{**_pivot(p), "seen": p.detectable(sweep.differences)} for p in pivots],
         notes=tables.notes(sweep.rows),
         papers=papers,
         others=others,
@@ -287,10 +287,11 @@ def _differences(id: str, found: Sequence[Delta], *, search: bool) -> Table:
             number(text[4], d.score.value, bold=d.p < 0.05),
             number(text[5], d.p),
             nll,
+            number(text[7], detectable.smallest(d)),
             Cell(str(d.score.n), "num"),
         ]
         rows.append([*([d.group[0]] if models else []), *text[:4], *tested])
-    return Table(heads((*(["model"] if models else []), *tables.DELTA_TITLES, "n"), 4), rows, "sort", id, search)
+    return Table(heads((*(["model"] if models else []), *tables.DELTA_TITLES, "n"), 5), rows, "sort", id, search)
 
 
 def _plain(id: str, titles: Sequence[str], lines: Sequence[Sequence[str]]) -> Table | None:

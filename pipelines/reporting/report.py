@@ -91,7 +91,7 @@ def show_deltas(found: Sequence[Delta], to: Console) -> None:
     lines = ablations(found)
     if not lines:
         return
-    kept = fit(DELTA_TITLES, lines, to.width, ("answer NLL", "question", "benchmark"))
+    kept = fit(DELTA_TITLES, lines, to.width, ("answer NLL", "seen at 80 %", "question", "benchmark"))
     table = Table(box=None, title="paired differences", title_justify="left", header_style="bold")
     for i in kept:
         table.add_column(DELTA_TITLES[i], justify="right" if i > 3 else "left", no_wrap=True)

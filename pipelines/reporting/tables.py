@@ -15,7 +15,7 @@ from typing import Any
 from moend.errors import UserError
 from moend.statistics import Difference
 from pipelines.cli.terminal import size
-from pipelines.reporting import equal_memory
+from pipelines.reporting import detectable, equal_memory
 from pipelines.reporting.match import Comparison, Ours, label
 from pipelines.results.deltas import ABLATIONS, Delta
 from pipelines.results.sweep import Row, Sweep
@@ -31,7 +31,7 @@ TASK_HEADER = (
 )  # fmt: skip
 DELTA_HEADER = (
     "model", "benchmark", "question", "variant", "budget", "method", "minus", "ablation", "score", "low", "high", "p",
-    "p_holm", "test", "n", "answer_nll", "answer_nll_low", "answer_nll_high",
+    "p_holm", "test", "n", "answer_nll", "answer_nll_low", "answer_nll_high", "se", "smallest",
 )  # fmt: skip
 TITLES = (
     "benchmark", "question", "method", "budget", "score [95 % interval]", "answer NLL", "eq. 1", "after prompt", "peak",
@@ -41,7 +41,9 @@ DIAGNOSED_TITLES = (
     "benchmark", "question", "method", "budget", "Gamma", "anchors", "replaced", "routing flips",
     "repeated by", "keep all: plan, record", "layers",
 )  # fmt: skip
-DELTA_TITLES = ("benchmark", "question", "budget", "difference", "score [95 % interval]", "p (Holm)", "answer NLL")
+DELTA_TITLES = (
+    "benchmark", "question", "budget", "difference", "score [95 % interval]", "p (Holm)", "answer NLL", "seen at 80 %",
+)  # fmt: skip
 
 
 # One line per cell
@@ -188,6 +190,14 @@ class Pivot:
         """Results of its complete cells."""
         return [row.result for row in self.rows if row.result is not None]
 
+    def detectable(self, found: Iterable[Delta]) -> str:
+        """The smallest difference that its examples show, among the paired differences of its sweep."""
+        if not (done := self.done):
+            return ""
+        place, paper = (self.model, self.benchmark, self.asked), self.protocol == "paper"
+        mine = [d for d in found if d.group[:3] == place and d.group[-1].endswith("(paper)") == paper]
+        return detectable.sentence(mine, min(r["n"] for r in done), done[0]["unit"])
+
     def best(self, column: int) -> float | None:
         """The best score among the complete cells of a budget; None where there is nothing to choose between."""
         done = [r.result for _, line in self.lines if (r := line[column]) is not None and r.result is not None]
@@ -243,7 +253,8 @@ def described(d: Delta) -> list[str]:
     nll = "" if d.nll is None else f"{d.nll.value:+.3f} {span(d.nll)}"
     title = f"{d.name}: {d.method} - {d.other}" if d.name else f"{d.method} - {d.other}"
     where = given + (f" {variant}" if variant else "")
-    return [benchmark, asked, where, title, f"{d.score.value:+.3f} {span(d.score)}", f"{d.p:.3g}", nll]
+    least = detectable.shown(detectable.smallest(d), d.unit, named=True)
+    return [benchmark, asked, where, title, f"{d.score.value:+.3f} {span(d.score)}", f"{d.p:.3g}", nll, least]
 
 
 def span(d: Difference) -> str:
@@ -281,7 +292,7 @@ def deltas_csv(found: Iterable[Delta]) -> str:
     for d in found:
         of_nll = (None, None, None) if d.nll is None else (d.nll.value, d.nll.low, d.nll.high)
         tested = (d.score.value, d.score.low, d.score.high, d.score.p, d.p, d.score.test, d.score.n)
-        lines.append((*d.group, d.method, d.other, d.name, *tested, *of_nll))
+        lines.append((*d.group, d.method, d.other, d.name, *tested, *of_nll, d.score.se, detectable.smallest(d)))
     return _csv(DELTA_HEADER, lines)
 
 
@@ -328,6 +339,7 @@ def markdown(sweep: Sweep, compared: Sequence[Comparison]) -> str:
     lines = [f"# {sweep.name}", "", f"`{m['command']}`, {m['created']}", "", *partial(sweep)]
     lines += grid(("model", *TITLES), [[row.info["model"], *cells(row)] for row in sweep.rows])
     lines += ["", *(f"{n}\n" for n in notes(sweep.rows))]
+    lines += [f"{p.title}: {told}\n" for p in pivots(sweep.rows) if (told := p.detectable(sweep.differences))]
     if did := diagnosed(sweep):
         lines += ["## What methods did", "", *grid(DIAGNOSED_TITLES, did), ""]
     if chain := ablations(sweep.differences):

@@ -25,6 +25,7 @@ class Delta:
     score: Difference
     nll: Difference | None
     p: float = 1.0
+    unit: str = "fraction"  # of the score
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Scored:
     is_full: bool
     records: Callable[[], Records]
     own: str = ""
+    unit: str = "fraction"  # of the score
 
     @property
     def name(self) -> str:
@@ -67,7 +69,7 @@ def deltas(cells: Sequence[Scored]) -> list[Delta]:
         nll = compare(x_nll, y_nll) if x_nll is not None and y_nll is not None else None
         group = b.group if a.is_full else a.group
         named = ABLATIONS.get((a.method, b.method), "") if a.own == b.own else ""
-        found.append(Delta(group, a.name, b.name, named, compare(x, y), nll))
+        found.append(Delta(group, a.name, b.name, named, compare(x, y), nll, unit=a.unit))
     adjusted = holm([d.score.p for d in found])
     return [replace(d, p=float(p)) for d, p in zip(found, adjusted, strict=True)]
 

@@ -161,6 +161,7 @@ def compared(store: Store, found: Sequence[Row]) -> list[Delta]:
                 own=row.own,
                 is_full=row.is_full,
                 records=functools.partial(records, store, row),
+                unit=row.info["unit"],
             )
             for row in found
             if row.result is not None
