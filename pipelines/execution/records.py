@@ -77,7 +77,7 @@ def record(
         "k_bits": out.k_bits,
         "v_bits": out.v_bits,
         "diagnostics": out.diagnostics,
-        "kept": None if kept is None or not out.positions else _kept(out, first.ids, sample, tokenizer, kept),
+        "kept": None if kept is None or not out.positions else _kept(out, first, sample, tokenizer, kept),
         "peak_bytes": out.peak_bytes,
         "device_peak_bytes": out.device_peak_bytes,
         "provenance": made,
@@ -92,9 +92,11 @@ def record(
     }
 
 
-def _kept(out: Outcome, ids: Sequence[int], sample: Sample, tokenizer: Any, by: Kept) -> dict[str, Any]:
-    prompt = tokenizer.decode(list(ids[: out.compressed_tokens]))
-    return kept_shares(out.positions, out.compressed_tokens, prompt, sample.gold[0] if sample.gold else "", by)
+def _kept(out: Outcome, first: Rendered, sample: Sample, tokenizer: Any, by: Kept) -> dict[str, Any]:
+    tokens = out.compressed_tokens
+    prompt = tokenizer.decode(list(first.ids[:tokens]))
+    told = kept_shares(out.positions, tokens, prompt, sample.gold[0] if sample.gold else "", by)
+    return {**told, "context": [min(first.context_start, tokens), min(first.context_tokens, tokens)]}
 
 
 def kept_shares(

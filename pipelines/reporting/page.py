@@ -80,11 +80,11 @@ def page(
     tasks = _tasks(pivots)
     shared, differing = _configuration(sweep)
     states = Counter(row.state.partition(":")[0] for row in sweep.missing)
-    return _template().render(
+    return template("page.html").render(
         sweep=sweep,
         made=made,
-        css=_asset("page.css"),
-        js=_asset("page.js"),
+        css=asset("page.css"),
+        js=asset("page.js"),
         missing=len(sweep.missing),
         states=", ".join(f"{count} {state}" for state, count in states.items()),
         marked=tables.marked(sweep.rows),
@@ -125,18 +125,20 @@ def page(
     )
 
 
-def _asset(name: str) -> Any:
+def asset(name: str) -> Any:
+    """The text of a file of the templates, as it is."""
     from markupsafe import Markup
 
     return Markup(resources.files("pipelines.reporting").joinpath("templates", name).read_text(encoding="utf-8"))
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A template that escapes every text it is given."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("pipelines.reporting", "templates")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("page.html")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template(name)
 
 
 def heads(texts: Iterable[str], numeric: int = 0) -> list[Cell]:

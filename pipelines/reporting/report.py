@@ -42,6 +42,8 @@ USAGE = """A sweep as one page with tables and figures, from its files alone.
   rescore      true: compute the scores again from the records, without model or network
   figures      shown: those on the page, the first of each kind, as PNG; all: every one, as PNG and PDF; none
 
+Beside the page stands answers.html: the answers that compression changes, with their texts.
+
 Writes to <store>/reports/<sweep>/: index.html, one file that needs nothing else (published numbers beside ours, where a
 paper has them); table.csv, tasks.csv, deltas.csv (paired differences of all methods), published.csv, table.md,
 pareto.md (the frontier of score and bytes, to paste), tables.tex; the figures. A sweep that is not complete gives a
@@ -115,7 +117,7 @@ def write(
     stamp = folder / "made_of.txt"
     if not again and stamp.exists() and stamp.read_text(encoding="utf-8") == made_of:
         return [folder / "index.html"]
-    from pipelines.reporting import figures, page
+    from pipelines.reporting import answers, figures, page
     from pipelines.reporting.match import comparisons
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,8 +148,13 @@ def write(
                 on_page += [(picture, path)] if shown < SHOWN else []
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
     write_atomic(folder / "index.html", page.page(sweep, published, on_page, more, files, made))
+    (folder / "answers.html").unlink(missing_ok=True)
+    pages = ["index.html"]
+    if (text := answers.page(sweep, made)) is not None:
+        write_atomic(folder / "answers.html", text)
+        pages.append("answers.html")
     write_atomic(stamp, made_of)
-    return [folder / "index.html", *(folder / file for file in files), *(path for _, path in made_of_them)]
+    return [*(folder / p for p in pages), *(folder / file for file in files), *(path for _, path in made_of_them)]
 
 
 def _fingerprint(sweep: Sweep) -> str:

@@ -37,3 +37,17 @@ def by_layer(kept: Mapping[str, Any], most: int = 128) -> Shares:
     bins = min(most, tokens)
     begins = np.searchsorted(np.arange(tokens) * bins // tokens, np.arange(bins))
     return np.asarray(np.add.reduceat(found, begins, axis=1) / np.diff([*begins, tokens]))
+
+
+def segments(kept: Mapping[str, Any]) -> dict[str, float] | None:
+    """Share of the entries that stay in each segment of a prompt, over all layers and KV heads: before, context, after.
+
+    before: BOS, a system prompt, words of the task. after: the question, as far as it was compressed. A segment without
+    tokens is left out. None where the record does not say where the context lies.
+    """
+    if (context := kept.get("context")) is None:
+        return None
+    found = shares(kept)
+    start, stop = context
+    ends = {"before": (0, start), "context": (start, stop), "after": (stop, found.shape[-1])}
+    return {name: float(found[..., a:b].mean()) for name, (a, b) in ends.items() if b > a}

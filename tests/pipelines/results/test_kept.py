@@ -14,7 +14,7 @@ from moend.errors import UserError
 from pipelines import run
 from pipelines.execution.records import kept_shares
 from pipelines.results import load
-from pipelines.results.kept import by_layer, shares
+from pipelines.results.kept import by_layer, segments, shares
 from pipelines.store.cells import Store
 
 
@@ -38,6 +38,15 @@ def test_shares_are_those_of_the_positions() -> None:
     assert shares(layers) == pytest.approx(wanted.mean(1), abs=1 / 510)
     assert shares(tokens) == pytest.approx(wanted.mean((0, 1))[None], abs=1 / 510)
     assert layers["answer"] is None
+    for kept in (by_head, layers, tokens):
+        assert segments(kept) is None
+        for start, stop in ((2, 7), (0, 7), (2, 8)):
+            parts = {"before": range(start), "context": range(start, stop), "after": range(stop, 8)}
+            naively = {
+                name: [wanted[x, h, i] for i in at for x in range(2) for h in range(3)] for name, at in parts.items()
+            }
+            told = {name: sum(v) / len(v) for name, v in naively.items() if v}
+            assert segments(kept | {"context": [start, stop]}) == pytest.approx(told, abs=1 / 510)
     assert kept_shares(tensors, 8, "EFG", "", "layers")["answer"] is None
     assert by_layer(by_head) == pytest.approx(wanted.mean(1)) and by_layer(tokens).shape == (1, 8)
     assert (
@@ -95,6 +104,10 @@ def test_records_tell_what_was_kept_and_how_bytes_grew(tmp_path: Path, undrawn: 
         for values, r in zip(kept.shares, (r for r in mine if r["draw"] == 0), strict=True):
             assert values.shape == (4, 2, r["compressed_tokens"])
             assert values.sum(2).mean(1) == pytest.approx(r["entries"], abs=0.5)
+            start, stop = r["kept"]["context"]
+            told = segments(r["kept"]) or {}
+            assert 0 <= start < stop <= r["compressed_tokens"] and set(told) <= {"before", "context", "after"}
+            assert (set(told.values()) == {1.0}) == (name == "full")
         long = [r for r in mine if r["new_tokens"] >= 64]
         growth = found.growth(cells[name])
         assert set(zip(growth.id, growth.draw, strict=True)) == {(r["id"], r["draw"]) for r in long} and long
