@@ -156,7 +156,7 @@ class Replay:
     def observe(
         self, prefilled: Prefilled, names: Collection[str], ids: Sequence[int], context: tuple[int, int]
     ) -> Prefilled:
-        """The prefill with these of OBSERVATIONS added, a tensor (1, ..., T) per layer each.
+        """The prefill, with the named OBSERVATIONS added. Each is one tensor (1, ..., T) per layer.
 
         ids: the T prefilled tokens, one sequence without padding. context (start, stop): which of them are the context.
         Before `start` lies what is no part of it (BOS, a system prompt), behind `stop` the question.

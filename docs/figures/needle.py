@@ -1,4 +1,4 @@
-"""python docs/figures/needle.py: draws needle.png, the README's picture, from the table in docs/findings.md."""
+"""python docs/figures/needle.py: draws needle.png, the README's picture, from the table in docs/findings_log.md."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 N = 50  # examples
 SHARES = (5, 10, 25)  # per cent of the full cache's bytes
 FULL = 1.00
-SCORES = {  # exact match; docs/findings.md, "the needle in twelve wordings"
+SCORES = {  # exact match; docs/findings_log.md, "the needle in twelve wordings"
     "ripple_2d_head (ours)": (0.90, 0.98, 1.00),
     "ripple_2d (ours)": (0.58, 0.92, 1.00),
     "MoE-nD 2d_hetero": (0.00, 0.00, 0.80),

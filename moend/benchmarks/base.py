@@ -344,7 +344,7 @@ def text_key(text: str) -> str:
 
 
 def overlap(calibration: Iterable[Sample | str], evaluation: Iterable[Sample]) -> list[str]:
-    """Ids of evaluation samples that the calibration data also holds: same id or text, or one text inside the other."""
+    """Ids of evaluation samples that the calibration data holds too: the same id or text, or one text in the other."""
     ids, keys, texts = set(), set(), []
     for item in calibration:
         context = item if isinstance(item, str) else item.context

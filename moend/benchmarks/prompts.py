@@ -138,9 +138,9 @@ def render_prompt(
 ) -> Rendered:
     """Tokenise a prompt once, cut the middle of its context if it is longer than `limit` tokens, and find the boundary.
 
-    The cut is made in the text and the text is tokenised again, so the ids are always those of a text; the first and
-    last half of the limit are kept (LongBench), except that only the context is ever cut. UserError where the rest of
-    the prompt alone does not fit.
+    The text is cut, not its ids, and then tokenised again, so the ids are always those of a text. As in LongBench, the
+    first and the last half of `limit` tokens stay; here the cut never leaves the context. UserError where the prompt
+    without its context is longer than `limit`.
     """
     text, (start, end) = assemble(prompt, tokenizer, chat=chat, thinking=thinking)
     bos = added_bos(tokenizer)

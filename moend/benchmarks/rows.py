@@ -200,7 +200,7 @@ def document(path: Path, schema: Check) -> Any:
 def require_count(n: int, most: int, what: str) -> None:
     """UserError where a file holds more rows than its data set has."""
     if n > most:
-        raise UserError(f"{what} holds {n} rows, more than the {most} of the data set: rows of another file are in it")
+        raise UserError(f"{what} holds {n} rows, more than the {most} of the data set: remove those of another file")
 
 
 def decode(raw: bytes, where: str, *, first: bool = True) -> str:

@@ -348,7 +348,7 @@ class KL(TableKind):
 def against_proxy(sensitivity: Artefact, kl: Artefact, which: str = "all") -> dict[str, Any]:
     """`rank_agreement` of a sensitivity and a KL artefact, over the configurations that both hold.
 
-    which: all of them, or those of a set that has a name (`named_configs`).
+    which: `all` compares every configuration that both hold; another name, those of that set (`named_configs`).
     """
     held = set(decode(sensitivity.tensors["configs"]))
     held &= held if which == "all" else set(named_configs(which))

@@ -282,8 +282,8 @@ class BoundMethod:
     def _growth(self, cap: int, tokens: int, new: int, storage: Storage, heads: int) -> int:
         """The cap of a prompt so short that it reaches it by growing.
 
-        Its residual window is then at another point of its cycle than after an eviction, and may be longer. The cap
-        gives way until the bytes are those that were planned.
+        A layer packs its residual window at intervals. When such a prompt reaches the cap, more entries may be waiting
+        in the window, at 16 bits, than after an eviction. So this cap is lowered until the bytes are the planned ones.
         """
         dim = self.arch.head_dim
         reserve, top = self.reserve(cap, new), min(cap, tokens + new)

@@ -64,7 +64,10 @@ def estimate(plan: Plan) -> str:
 
 
 def calibrating(plan: Plan, speed_of: Callable[[Cell], Speed | None]) -> tuple[float, list[str]]:
-    """Seconds that calibrations take which are neither in the store nor in the package, and kinds that do not say."""
+    """Seconds for the calibrations that must be measured, and the kinds that give no estimate.
+
+    Calibrations in the store or in the package take no time.
+    """
     from moend.calibration import kind
 
     total, unknown = 0.0, []

@@ -38,7 +38,7 @@ LARGE = 200_000  # bytes: larger tables are one compressed archive for download
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table. v: what it sorts by ("" sorts last); None: its text. bold, code, small, log: how it looks."""
+    """A cell of a table. v: the value to sort by ("" sorts last; None: the text). bold, code, small, log: its style."""
 
     text: str
     cls: str = ""

@@ -236,7 +236,7 @@ class CellStore:
 
 
 def state_name(examples: Sequence[tuple[str, str]]) -> str:
-    """What the states of a context's answers are called."""
+    """The file name for the saved states of the answers to one context, from its (task, id) pairs."""
     return key([list(example) for example in examples])
 
 

@@ -82,8 +82,9 @@ def _alive(pid: int) -> bool:
 class Lease:
     """The right to write what `stem` names: exclusive creation of the next generation file `<name>.lease.<g>`.
 
-    Generations only grow, so the file system decides for exactly one process, also where file locks do not work. A
-    holder that ends on this machine is noticed at once, one elsewhere, or one that stands still, after EXPIRY_S.
+    Generations only grow. Of several processes that create the next file, the file system lets exactly one succeed; no
+    file locks are needed. A holder that ends on this machine is noticed at once. One on another machine, or one that
+    hangs, is noticed after EXPIRY_S.
 
     writes: the generation of the files that the holder may write. It is that of the holder before, where that one has
     ended for certain, and else a new one: a holder that only stood still finds its own files as it left them, and

@@ -21,7 +21,10 @@ RESAMPLES = 1000
 
 
 def pictures(sweep: Sweep) -> Iterator[Picture]:
-    """Each profile, with the budgets of the cell whose layers differ most: small ones may leave nothing to divide."""
+    """One picture per profile. The budgets in it are those of the cell whose layers differ most.
+
+    At a small budget all layers may get the same, which would show nothing.
+    """
     from moend.calibration import figure
 
     for key, (_, folder) in sweep.artefacts("ripple").items():
