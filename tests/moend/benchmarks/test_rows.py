@@ -181,10 +181,10 @@ def test_documents_name_the_place_inside(tmp_path: Path) -> None:
     qa = {"question": "q", "answers": [{"text": ""}]}
     path.write_text(json.dumps({"data": [{"paragraphs": [{"context": "c", "qas": [qa]}]}]}))
     with pytest.raises(UserError, match=r"squad\.json: 'data\[0\]\.paragraphs\[0\]\.qas\[0\]\.answers\[0\]\.text'"):
-        benchmark("ruler", tasks="qa_1", limit=1, data_dir=str(tmp_path)).samples()
+        benchmark("ruler_own", tasks="qa_1", limit=1, data_dir=str(tmp_path)).samples()
     path.write_bytes(b'{\n"data": "\xe9"}')
     with pytest.raises(UserError, match=r"squad\.json: 'data' is not UTF-8 \(byte 0xe9, line 2\)"):
-        benchmark("ruler", tasks="qa_1", limit=1, data_dir=str(tmp_path)).samples()
+        benchmark("ruler_own", tasks="qa_1", limit=1, data_dir=str(tmp_path)).samples()
 
 
 def test_texts_lose_their_mark_and_name_their_encoding(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ LENGTH = 10_000  # of one-byte tokens
 
 def texts(task: str, *, length: int = LENGTH, limit: int = 3, **fields: Any) -> list[tuple[Any, str, Any]]:
     """(sample, context as fed, rendered) of a task's samples; the context has no description or worked example."""
-    b = benchmark("ruler", tasks=[task], length=length, limit=limit, **fields)
+    b = benchmark("ruler_own", tasks=[task], length=length, limit=limit, **fields)
     out = []
     for s in b.samples():
         r = b.render(s, PLAIN, ARCH, chat=False)
@@ -71,7 +71,9 @@ def test_needles_stand_at_their_depths():
         for key, value, depth in s.meta["needles"]:
             at = context.index(f"of {key} is: {value}") / len(context)
             assert abs(at - depth) < 0.12
-    depths = {n[2] for s in benchmark("ruler", tasks=["niah_single_2"], limit=300).samples() for n in s.meta["needles"]}
+    depths = {
+        n[2] for s in benchmark("ruler_own", tasks=["niah_single_2"], limit=300).samples() for n in s.meta["needles"]
+    }
     assert len(depths) == 40 and {min(depths), max(depths)} == {0, 1}
 
 
@@ -99,7 +101,7 @@ def test_common_words_are_the_ten_most_common(length, often, seldom):
 
 
 def test_echoing_the_question_names_no_common_word():
-    b = benchmark("ruler", tasks=["cwe"], limit=300)
+    b = benchmark("ruler_own", tasks=["cwe"], limit=300)
     for s in b.samples():
         assert b.score(s, f"{s.question} {s.answer_prefix}")["score"] == 0
 
@@ -122,7 +124,7 @@ def test_frequent_words_follow_a_zeta_distribution():
 
 def test_the_least_text_of_frequent_words_has_one_answer():
     family = TASKS["fwe"]
-    b = benchmark("ruler", tasks=["fwe"], length=1024, limit=1)
+    b = benchmark("ruler_own", tasks=["fwe"], length=1024, limit=1)
     (s,) = b.samples()
     for n in range(family.least, family.least + 200):
         counts = [n for _, n in Counter(family.builder(s, 1024, b._library)(n).context.split()).most_common(5)]
@@ -159,7 +161,7 @@ def test_generated_documents_answer_the_question(task, hops):
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("tokenizer", "chat"), [(PLAIN, False), (CHAT, True)])
 def test_prompts_fit_and_one_more_unit_does_not(task, tokenizer, chat, tmp_path):
-    b = benchmark("ruler", tasks=[task], length=LENGTH, limit=2, cache_dir=str(tmp_path))
+    b = benchmark("ruler_own", tasks=[task], length=LENGTH, limit=2, cache_dir=str(tmp_path))
     for s in b.samples():
         r = b.render(s, tokenizer, ARCH, chat=chat)
         assert r.truncated == 0
@@ -204,7 +206,7 @@ def test_fitted_takes_few_steps_and_says_where_the_filler_ends():
 
 
 def test_long_texts_begin_again():
-    b = benchmark("ruler", tasks=["niah_single_2"], length=1024, limit=1)
+    b = benchmark("ruler_own", tasks=["niah_single_2"], length=1024, limit=1)
     (s,) = b.samples()
     n = len(b._library.sentences)
     context = TASKS["niah_single_2"].builder(s, 1024, b._library)(2 * n).context
@@ -213,7 +215,7 @@ def test_long_texts_begin_again():
 
 
 def test_prompts_do_not_depend_on_a_smaller_output_limit():
-    a, b = (benchmark("ruler", tasks=["vt"], length=LENGTH, limit=1, max_new_tokens=n) for n in (None, 5))
+    a, b = (benchmark("ruler_own", tasks=["vt"], length=LENGTH, limit=1, max_new_tokens=n) for n in (None, 5))
     (s,) = a.samples()
     assert a.render(s, PLAIN, ARCH, chat=False).ids == b.render(s, PLAIN, ARCH, chat=False).ids
     long = a.render(s, PLAIN, ARCH, chat=False, max_new_tokens=1000)
@@ -224,13 +226,13 @@ def test_prompts_do_not_depend_on_a_smaller_output_limit():
 def test_lengths_that_cannot_fit_are_refused_while_composing():
     for length in (1023, None):
         with pytest.raises(UserError, match="must be at least 1024"):
-            benchmark("ruler", length=length)
+            benchmark("ruler_own", length=length)
     with pytest.raises(UserError, match="more than the model's 8192 positions"):
-        benchmark("ruler", length=8193).check(Arch(2, 2, 1, 8, 8192))
-    benchmark("ruler", length=8192).check(Arch(2, 2, 1, 8, 8192))
+        benchmark("ruler_own", length=8193).check(Arch(2, 2, 1, 8, 8192))
+    benchmark("ruler_own", length=8192).check(Arch(2, 2, 1, 8, 8192))
     with pytest.raises(UserError, match=r"niah_single_1: 4000 new tokens leave 96 of benchmark\.length=4096"):
-        benchmark("ruler").check(ARCH, 4000)
-    b = benchmark("ruler", tasks=["cwe"], length=1024, limit=1)
+        benchmark("ruler_own").check(ARCH, 4000)
+    b = benchmark("ruler_own", tasks=["cwe"], length=1024, limit=1)
     with pytest.raises(UserError, match="too short for cwe: with the least context the prompt takes"):
         b.render(b.samples()[0], PLAIN, ARCH, chat=False)  # a token a byte
 
@@ -239,20 +241,20 @@ def test_lengths_that_cannot_fit_are_refused_while_composing():
 
 
 def test_samples_need_no_tokenizer_and_depend_on_seed_length_and_task_only():
-    a = benchmark("ruler", limit=4)
+    a = benchmark("ruler_own", limit=4)
     assert a.expected() == dict.fromkeys(TASKS, 4)
-    by_task = {t: [s for s in benchmark("ruler", limit=2).samples() if s.task == t] for t in TASKS}
+    by_task = {t: [s for s in benchmark("ruler_own", limit=2).samples() if s.task == t] for t in TASKS}
     for task in TASKS:
         assert [s for s in a.samples() if s.task == task][:2] == by_task[task]
-        assert benchmark("ruler", tasks=[task], limit=2).samples() == by_task[task]
+        assert benchmark("ruler_own", tasks=[task], limit=2).samples() == by_task[task]
     ids = [s.id for s in a.samples()]
     assert len(set(ids)) == len(ids) == 52
     others = [{"seed": 1}, {"length": 8192}, {"split": "calibration"}, {"limit": 3}]
-    assert len({a.fingerprint(), *(benchmark("ruler", **{"limit": 4, **o}).fingerprint() for o in others)}) == 5
+    assert len({a.fingerprint(), *(benchmark("ruler_own", **{"limit": 4, **o}).fingerprint() for o in others)}) == 5
 
 
 def test_the_default_is_the_papers_500_rows():
-    b = benchmark("ruler")
+    b = benchmark("ruler_own")
     assert b.expected() == dict.fromkeys(TASKS, 500)
     assert (b.rows, b.length, len(b.task_names)) == (500, 4096, 13)
     assert [b.new_tokens(t) for t in ("niah_single_1", "vt", "cwe", "fwe", "qa_1")] == [128, 30, 120, 50, 32]
@@ -261,16 +263,16 @@ def test_the_default_is_the_papers_500_rows():
 def test_the_text_around_counts(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("\n".join(f"Line {chr(97 + i % 26)} of mine is here." for i in range(300)))
-    b = benchmark("ruler", tasks=["niah_single_2"], length=LENGTH, limit=1, haystack_file=str(file))
+    b = benchmark("ruler_own", tasks=["niah_single_2"], length=LENGTH, limit=1, haystack_file=str(file))
     assert "of mine is here" in PLAIN.decode(b.render(b.samples()[0], PLAIN, ARCH, chat=False).ids)
     before = b.fingerprint()
     file.write_text(file.read_text().replace("mine", "ours"))
-    again = benchmark("ruler", tasks=["niah_single_2"], length=LENGTH, limit=1, haystack_file=str(file))
+    again = benchmark("ruler_own", tasks=["niah_single_2"], length=LENGTH, limit=1, haystack_file=str(file))
     assert again.fingerprint() != before
     file.write_text("")
     with pytest.raises(UserError, match="has no sentence"):
-        benchmark("ruler", limit=1, haystack_file=str(file)).samples()
-    assert "is not a file" in str(benchmark("ruler", haystack_file=str(tmp_path / "no")).available())
+        benchmark("ruler_own", limit=1, haystack_file=str(file)).samples()
+    assert "is not a file" in str(benchmark("ruler_own", haystack_file=str(tmp_path / "no")).available())
 
 
 def test_word_lists_cannot_be_taken_for_one_another():
@@ -285,7 +287,7 @@ def test_word_lists_cannot_be_taken_for_one_another():
 
 @pytest.mark.req(10)
 def test_scores_are_the_papers_string_match():
-    b = benchmark("ruler", tasks=["niah_multivalue", "qa_1"], limit=1)
+    b = benchmark("ruler_own", tasks=["niah_multivalue", "qa_1"], limit=1)
     many, one = b.samples()
     a, c, d, e = many.gold
     assert b.score(many, f"{a}, {c}, {d} and {e}.")["score"] == 1
@@ -307,7 +309,7 @@ def test_no_text_breaks_the_scorer(text):
         assert score == (float(any(gold)) if s.task.startswith("qa") else sum(gold) / len(gold))
 
 
-BENCH = benchmark("ruler", limit=1)
+BENCH = benchmark("ruler_own", limit=1)
 SAMPLES = BENCH.samples()
 
 
@@ -316,7 +318,7 @@ SAMPLES = BENCH.samples()
 
 def test_fits_are_kept_for_a_tokenizer_and_checked(tmp_path, caplog, monkeypatch):
     def make(**fields: Any) -> Any:
-        return benchmark("ruler", tasks=["vt"], length=LENGTH, limit=2, cache_dir=str(tmp_path), **fields)
+        return benchmark("ruler_own", tasks=["vt"], length=LENGTH, limit=2, cache_dir=str(tmp_path), **fields)
 
     b = make()
     first = [b.render(s, PLAIN, ARCH, chat=False) for s in b.samples()]
@@ -406,7 +408,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_questions_of_squad_and_hotpotqa(folder):
-    b = benchmark("ruler", tasks=["qa_1", "qa_2"], length=3000, limit=5, data_dir=str(folder))
+    b = benchmark("ruler_own", tasks=["qa_1", "qa_2"], length=3000, limit=5, data_dir=str(folder))
     assert b.metric("qa_1") == "string_match_part"
     assert [s.question for s in b.samples()[:2]] == ["Of what tells a0?", "Of what tells a1?"]
     assert b.samples()[0].gold == ("a0",)
@@ -418,23 +420,24 @@ def test_questions_of_squad_and_hotpotqa(folder):
             assert len(re.findall(r"Paragraph a", text)) > 3 * len(re.findall(r"Paragraph b", text))  # the same article
         else:
             assert all(text.count(f"{d}\n{s.gold[0]}") == 1 for d in (f"T{s.gold[0][1:]}{k}" for k in range(3)))
-    assert b.fingerprint() != benchmark("ruler", tasks=["qa_1", "qa_2"], length=3000, limit=5).fingerprint()
+    assert b.fingerprint() != benchmark("ruler_own", tasks=["qa_1", "qa_2"], length=3000, limit=5).fingerprint()
     before = b.fingerprint()
     (folder / "squad.json").write_text(json.dumps(SQUAD).replace("Paragraph b19", "Paragraph c19"))
     assert (
-        benchmark("ruler", tasks=["qa_1", "qa_2"], length=3000, limit=5, data_dir=str(folder)).fingerprint() != before
+        benchmark("ruler_own", tasks=["qa_1", "qa_2"], length=3000, limit=5, data_dir=str(folder)).fingerprint()
+        != before
     )
 
 
 def test_data_sets_that_are_missing_short_or_wrong(folder, caplog):
-    b = benchmark("ruler", tasks=["qa_1"], length=1024, data_dir=str(folder))
+    b = benchmark("ruler_own", tasks=["qa_1"], length=1024, data_dir=str(folder))
     assert b.expected() == {"qa_1": 40}  # impossible questions are none
     assert "squad has 40 of 500 questions" in caplog.text
-    b = benchmark("ruler", tasks=["qa_1"], length=100_000, limit=1, data_dir=str(folder))
+    b = benchmark("ruler_own", tasks=["qa_1"], length=100_000, limit=1, data_dir=str(folder))
     with pytest.raises(UserError, match=r"benchmark\.length is too long: all there is makes \d+ of"):
         b.render(b.samples()[0], PLAIN, ARCH, chat=False)
-    assert benchmark("ruler", tasks=["vt"], data_dir="nowhere").available() is None  # needs no data
-    b = benchmark("ruler", tasks=["vt", "qa_2"], data_dir="nowhere")
+    assert benchmark("ruler_own", tasks=["vt"], data_dir="nowhere").available() is None  # needs no data
+    b = benchmark("ruler_own", tasks=["vt", "qa_2"], data_dir="nowhere")
     assert b.available() == "benchmark.data_dir=nowhere has no hotpotqa.json"
     with pytest.raises(Blocked):
         b.samples()
@@ -445,9 +448,9 @@ def test_data_sets_that_are_missing_short_or_wrong(folder, caplog):
     ]:
         (folder / "squad.json").write_text(content)
         with pytest.raises(UserError, match=message):
-            benchmark("ruler", tasks=["qa_1"], limit=1, data_dir=str(folder)).samples()
+            benchmark("ruler_own", tasks=["qa_1"], limit=1, data_dir=str(folder)).samples()
     (folder / "hotpotqa.json").write_text('[{"question": 1}]')
     with pytest.raises(UserError, match=r"hotpotqa.json: '\[0\].question' cannot be 1"):
-        benchmark("ruler", tasks=["qa_2"], limit=1, data_dir=str(folder)).samples()
+        benchmark("ruler_own", tasks=["qa_2"], limit=1, data_dir=str(folder)).samples()
     with pytest.raises(UserError, match="evaluation rows"):
-        benchmark("ruler", split="calibration", data_dir=str(folder))
+        benchmark("ruler_own", split="calibration", data_dir=str(folder))

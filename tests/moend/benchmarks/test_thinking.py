@@ -83,7 +83,7 @@ def test_golden_ids_of_every_benchmark_with_the_switch_off(tmp_path: Path) -> No
         "aime24": {"data_dir": str(tmp_path)},
         "longbench": {"data_dir": str(tmp_path), "tasks": "hotpotqa"},
         "niah": {"length": 600, "limit": 1, "phrasing": 0},
-        "ruler": {"length": 3000, "limit": 1, "tasks": "vt"},
+        "ruler_own": {"length": 3000, "limit": 1, "tasks": "vt"},
     }.items():
         for thinking in ("auto", "off"):
             b = benchmark(name, thinking=thinking, **fields)
@@ -103,8 +103,8 @@ GOLDEN = {
     ("longbench", "off"): "df5a516ef7b22101",
     ("niah", "auto"): "0257f7f2ae215d78",
     ("niah", "off"): "68578f617b7a5e8c",
-    ("ruler", "auto"): "f92064530dc25687",
-    ("ruler", "off"): "36b36348214b1768",
+    ("ruler_own", "auto"): "f92064530dc25687",
+    ("ruler_own", "off"): "36b36348214b1768",
 }
 
 

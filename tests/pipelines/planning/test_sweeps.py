@@ -21,7 +21,7 @@ NAMES = sorted(p.stem for p in paths.folder("sweeps", "sweep").glob("*.yaml"))
 TABLES = """
 moend_fig2 moend_table2 moend_table4 moend_table6 moend_klcheck moend_overhead ripple_table1 ripple_table2 ripple_fig2
 ripple_table3 ripple_table4 ripple_table5 moezip_table1 quickstart demo baselines_longbench moend_attention
-moend_instruct moend_signal moend_long
+moend_instruct moend_signal moend_long long_output
 """
 # Sweep -> what it waits for. Such a sweep may fail for a missing option or key, and for nothing else.
 WAITING: dict[str, str] = {}
