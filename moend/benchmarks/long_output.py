@@ -30,7 +30,7 @@ OLD, NEW = "the", "this"  # the word that copies write in place of another
 
 @dataclass(frozen=True)
 class Made:
-    """One sample's texts; the gold answer goes on where `begun` ends."""
+    """One sample's texts; the gold answer goes on where `begun` ends, and a list that never ends stops after a comma."""
 
     context: str  # what the answer follows from
     question: str  # what to do
@@ -43,7 +43,9 @@ def recite(rng: random.Random, words: int, period: int) -> Made:
     names = rng.sample(WORDS, period)
     said = list(islice(cycle(names), GIVEN + words))
     begun, rest = said[:GIVEN], said[GIVEN:]
-    return Made(", ".join(names * ROUNDS), "Say the list again and again.", ", ".join(begun) + ",", ", ".join(rest))
+    return Made(
+        ", ".join(names * ROUNDS), "Say the list again and again.", ", ".join(begun) + ",", ", ".join(rest) + ","
+    )
 
 
 def count(rng: random.Random, words: int, period: int) -> Made:
@@ -51,7 +53,7 @@ def count(rng: random.Random, words: int, period: int) -> Made:
     first = rng.randrange(100, max(101, 900 - words))
     numbers = [str(first + i) for i in range(period + GIVEN + words)]
     context, begun, rest = numbers[:period], numbers[period:][:GIVEN], numbers[period + GIVEN :]
-    return Made(", ".join(context), "Count on.", ", ".join(begun) + ",", ", ".join(rest))
+    return Made(", ".join(context), "Count on.", ", ".join(begun) + ",", ", ".join(rest) + ",")
 
 
 def transform(rng: random.Random, words: int, period: int) -> Made:
