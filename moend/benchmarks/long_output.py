@@ -30,7 +30,7 @@ OLD, NEW = "the", "this"  # the word that copies write in place of another
 
 @dataclass(frozen=True)
 class Made:
-    """One sample's texts; the gold answer goes on where `begun` ends, and a list that never ends stops after a comma."""
+    """One sample's texts; the gold answer goes on where `begun` ends; a list without end stops after a comma."""
 
     context: str  # what the answer follows from
     question: str  # what to do

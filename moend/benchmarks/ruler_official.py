@@ -36,8 +36,8 @@ class Task:
 
     stream: Callable[..., Stream]
     new_tokens: int  # the official output limit
-    files: tuple[str, ...] = ()
-    match: str = "all"
+    files: tuple[str, ...] = ()  # of the package, that it reads
+    match: str = "all"  # all: the share of the answers that is found; part: whether any is
 
 
 def _needles(haystack: str, **settings: Any) -> Task:

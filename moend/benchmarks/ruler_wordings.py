@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Template:
     """An official wording with `{context}` in it, what begins the answer, and the tokens left for the answer."""
 
-    text: str
-    answer: str
-    new_tokens: int
+    text: str  # the user's turn, with fields in braces
+    answer: str  # what the answer begins with
+    new_tokens: int  # the official output limit
 
 
 NIAH = Template(
@@ -57,7 +57,7 @@ class Piece:
     """An official prompt in parts: their concatenation is the official `input`."""
 
     head: str  # before the context
-    context: str
+    context: str  # the long text
     tail: str  # the question
     answer: str  # what the answer begins with
     gold: tuple[str, ...]  # official `outputs`
