@@ -102,6 +102,11 @@ class Ruler(Benchmark):
 
     # Data
 
+    def data_sets(self) -> tuple[str, ...]:
+        """Of the chosen tasks: word lists, and the package's texts."""
+        read = {"PaulGrahamEssays.json": "essays", "squad.json": "SQuAD", "hotpotqa.json": "HotpotQA"}
+        return ("generated", "wonderwords", *(read[file] for file in self._needed))
+
     @property
     def _needed(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(f for t in self.task_names for f in TASKS[t].files))

