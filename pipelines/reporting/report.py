@@ -150,8 +150,8 @@ def write(
     write_atomic(folder / "index.html", page.page(sweep, published, on_page, more, files, made))
     (folder / "answers.html").unlink(missing_ok=True)
     pages = ["index.html"]
-    if (text := answers.page(sweep, made)) is not None:
-        write_atomic(folder / "answers.html", text)
+    if (changed := answers.page(sweep, made)) is not None:
+        write_atomic(folder / "answers.html", changed)
         pages.append("answers.html")
     write_atomic(stamp, made_of)
     return [*(folder / p for p in pages), *(folder / file for file in files), *(path for _, path in made_of_them)]
