@@ -199,7 +199,8 @@ class BoundMethod:
         if kind not in self.artefacts:
             raise Blocked(
                 f"{self.method.name} needs a {kind} calibration and has none: "
-                f"python -m pipelines.calibrate method={self.method.name} model={self.model_id or '...'}"
+                f"python -m pipelines.calibrate method={self.method.name} model={self.model_id or '...'}, or in Python "
+                "moend.compress(..., calibrate=True, tokenizer=...)"
             )
         return self.artefacts[kind]
 
