@@ -24,6 +24,7 @@ SMALL = {
     "moend_long": [*NIAH, "budget=64"],
     "ripple_table3": [*NIAH, *RIPPLE, "budget=50%"],
     "quickstart": ["benchmark.limit=2", "benchmark.length=256"],
+    "long_output": ["benchmark.limit=1", "benchmark.words=8", "generation.max_new_tokens=4", "budget=90%"],
     "demo": ["benchmark.limit=1", "benchmark.length=192", "budget=50%"],
     "moezip_table1": ["model=recall_moe_v2", *FIXTURE[1:], "benchmark.length=256", "budget=50%"],
     "moend_klcheck": ["model=smollm2_135m", "calibration.kl.sequences=1", "calibration.kl.tokens=48",
