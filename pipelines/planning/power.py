@@ -103,10 +103,14 @@ def _rounded(value: float) -> str:
 
 
 def powers(plan: Plan) -> list[Power]:
-    """One for each model, benchmark and question mode of the cells that are still to be computed."""
+    """One for each model, benchmark and question mode of the cells that are still to be computed.
+
+    A benchmark whose data are not here, so that nobody knows its examples, has none.
+    """
     found: dict[str, list[Cell]] = {}
     for cell in (c for group in plan.waiting for c in group):
-        found.setdefault(cell.group, []).append(cell)
+        if cell.facts.expected:
+            found.setdefault(cell.group, []).append(cell)
     made: dict[str, Power] = {}
     for cells in found.values():
         power = _power(plan.store, cells)
